@@ -207,20 +207,23 @@ void export_gpt2(const fs::path& directory, tessera::ModelShards& model, const G
 }
 
 GptOptions read_gpt2_options(const fs::path& directory) {
-  std::ifstream file(directory / "config.json");
-  const std::string where = "--import-gpt2 " + (directory / "config.json").string();
-  if (!file) throw CheckpointError(where + " cannot be read");
+  const fs::path path = directory / "config.json";
+  const std::string where = "--import-gpt2 " + path.string();
+  std::error_code ignored;
+  std::ifstream file;
+  if (fs::is_regular_file(path, ignored)) file.open(path);  // to open a pipe would block
+  if (!file.is_open()) throw CheckpointError(where + " cannot be read");
   const std::string text(std::istreambuf_iterator<char>(file), {});
   if (const std::string problem = tessera::internal::lfs_problem(text); !problem.empty())
     throw CheckpointError(where + ": " + problem);
   const auto config = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (!config.is_object() || config.value("model_type", "") != "gpt2")
-    throw CheckpointError(where + " is not that of a GPT-2");
-  const auto activation = config.value("activation_function", "gelu_new");
-  if (activation != "gelu_new" && activation != "gelu_pytorch_tanh")
-    throw CheckpointError(where + ": the activation '" + activation + "' is not this model's gelu_new");
   GptOptions options;
   try {
+    if (!config.is_object() || config.value("model_type", "") != "gpt2")
+      throw CheckpointError(where + " is not that of a GPT-2");
+    const auto activation = config.value("activation_function", "gelu_new");
+    if (activation != "gelu_new" && activation != "gelu_pytorch_tanh")
+      throw CheckpointError(where + ": the activation '" + activation + "' is not this model's gelu_new");
     options.vocabulary = config.at("vocab_size");
     options.layers = config.at("n_layer");
     options.width = config.at("n_embd");

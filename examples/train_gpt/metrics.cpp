@@ -14,39 +14,36 @@ namespace train_gpt {
 
 namespace {
 
-// Returns the step, loss and validation loss of a line; nullopt if it is not a line of MetricsLog.
-std::optional<StepReport> parse_report(const std::string& line) {
-  const auto values = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-  const auto has_number = [&](const char* name) { return values.contains(name) && values[name].is_number(); };
-  if (!values.is_object() || !has_number("step") || !has_number("loss")) return std::nullopt;
-  StepReport report{.step = values["step"], .loss = values["loss"]};
-  if (has_number("val_loss")) report.val_loss = values["val_loss"].get<double>();
-  return report;
+bool has_number(const nlohmann::json& values, const char* name) {
+  return values.contains(name) && values[name].is_number();
 }
 
-}  // namespace
-
-namespace {
-
-bool is_event_until(const std::string& line, int64_t step) {
-  const auto values = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-  return values.is_object() && values.contains("event") && values.contains("step") && values["step"].is_number() &&
-         values["step"].get<int64_t>() <= step;
+// Returns whether the values are those of a line of MetricsLog, of a step or of an event.
+bool is_line(const nlohmann::json& values) {
+  return values.is_object() && values.contains("step") && values["step"].is_number_integer() &&
+         (has_number(values, "loss") || values.contains("event"));
 }
 
 }  // namespace
 
 MetricsLog::MetricsLog(const std::filesystem::path& path, int64_t kept_steps) : path_(path) {
-  std::uintmax_t kept_bytes = 0;
+  std::error_code ignored;
+  const auto status = std::filesystem::status(path, ignored);
+  if (exists(status) && !is_regular_file(status))  // to open a pipe would block
+    throw std::runtime_error("--out: " + path_.string() + " is not a regular file; remove it");
+  std::uintmax_t read_bytes = 0, kept_bytes = 0;
   bool is_complete = true;  // the last kept line ends with a new line
   std::ifstream before(path);
   for (std::string line; std::getline(before, line);) {
-    const auto report = parse_report(line);
-    const bool is_kept = report ? report->step <= kept_steps : is_event_until(line, kept_steps);
-    if (!is_kept) break;  // the rest is incomplete, or of later steps
-    if (report) kept_.push_back(*report);
+    read_bytes += line.size() + (before.eof() ? 0 : 1);
+    const auto values = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (!is_line(values)) continue;  // damaged or incomplete: kept if a kept line follows
+    if (values["step"] > kept_steps) break;
     is_complete = !before.eof();
-    kept_bytes += line.size() + (is_complete ? 1 : 0);
+    kept_bytes = read_bytes;
+    if (!has_number(values, "loss")) continue;
+    kept_.push_back({.step = values["step"], .loss = values["loss"]});
+    if (has_number(values, "val_loss")) kept_.back().val_loss = values["val_loss"].get<double>();
   }
   // Cuts the rest off, and never writes the kept lines again: a kill at any moment loses none of them.
   if (std::error_code none; std::filesystem::file_size(path, none) > kept_bytes && !none)

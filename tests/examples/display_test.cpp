@@ -1,4 +1,5 @@
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <chrono>
@@ -7,6 +8,7 @@
 #include <fstream>
 #include <iterator>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <thread>
 
@@ -129,6 +131,12 @@ TEST(MetricsLog, AResumeCutsTheFileAndAppends) {
   EXPECT_EQ(text_of(torn), kept);
   EXPECT_TRUE(MetricsLog(torn, 0).kept().empty());
   EXPECT_EQ(text_of(torn), "");
+  const std::string hurt = "{\"step\":1e300,\"loss\":4.0}\n\x01\xff\n" + kept;  // lines before those of kept steps
+  const auto damaged = folder.write("damaged.jsonl", hurt + "{\"step\":3,\"loss\":2.0}\n");
+  EXPECT_EQ(MetricsLog(damaged, 2).kept().size(), 2u);
+  EXPECT_EQ(text_of(damaged), hurt);
+  ASSERT_EQ(::mkfifo((folder / "pipe.jsonl").c_str(), 0600), 0);
+  EXPECT_THROW(MetricsLog(folder / "pipe.jsonl"), std::runtime_error);
 }
 
 }  // namespace

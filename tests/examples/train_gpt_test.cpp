@@ -1,6 +1,7 @@
 // Runs the built program as a user does, with a tiny model.
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -601,6 +602,12 @@ TEST(TrainGpt, AGpt2KeepsItsScalesAndItsFolder) {
   for (const auto& entry : std::filesystem::directory_iterator(source)) after.insert(entry.path().filename());
   EXPECT_EQ(after, before);
   std::filesystem::permissions(source, std::filesystem::perms::owner_all);
+  const auto config = source / "config.json";
+  std::ofstream(config) << R"({"model_type": 2})";
+  EXPECT_THROW(read_gpt2_options(source), tessera::CheckpointError);
+  std::filesystem::remove(config);
+  ASSERT_EQ(::mkfifo(config.c_str(), 0600), 0);  // to open it would block
+  EXPECT_THROW(read_gpt2_options(source), tessera::CheckpointError);
 }
 
 // Adapters on a base in 4 and 8 bit: equal losses on any ranks, an unchanged base, and an export that computes the
