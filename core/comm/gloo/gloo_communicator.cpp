@@ -240,7 +240,9 @@ void GlooCommunicator::fail(const GlooOperation& op, const MessageFailure& failu
                      peer < 0 ? "with all ranks" : c10::str(is_send ? "sending to" : "waiting for", " rank ", peer));
     if (const std::string others = watch_.waiting_ranks(); !others.empty()) text += "; " + others;
   } else if (!cause.empty()) {
-    text += ": " + closed_connection_text(peer, cause);
+    text += ": " + (transports_.tcp() != nullptr
+                        ? closed_connection_text(peer, cause)
+                        : "the program's process group or MPI reports: " + cause.substr(0, cause.find('\n')));
   } else if (const auto broken = in_flight_.broken()) {
     text += ": " + *broken;
   }
