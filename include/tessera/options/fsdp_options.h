@@ -38,9 +38,9 @@ struct StateDictOptions {
   bool offload_to_cpu = false;
 };
 
-// The dtype of each phase of a step (FSDP2's MixedPrecisionPolicy, with FSDP1's buffers). Empty: the parameters' own
-// dtype. State in optimizers, checkpoints and state dictionaries always has the parameters' own dtype. Complex and
-// integer tensors always keep their dtype.
+// The dtype of each phase of a step (FSDP2's MixedPrecisionPolicy, with FSDP1's buffers): kHalf, kBFloat16, kFloat or
+// kDouble. Empty: the parameters' own dtype. State in optimizers, checkpoints and state dictionaries always has the
+// parameters' own dtype. Complex and integer tensors always keep their dtype.
 struct MixedPrecision {
   // The dtype in which floating-point parameters are gathered and used. Shards are cast before they are sent. So if
   // parameters are fp32, kBFloat16 and kHalf halve the bytes sent and the memory of unsharded parameters.
