@@ -4,7 +4,6 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <iterator>

@@ -10,7 +10,6 @@
 #include <cmath>
 #include <map>
 #include <stdexcept>
-#include <string>
 #include <unordered_set>
 #include <utility>
 #include <vector>

@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>

@@ -6,7 +6,6 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
 #include <limits>
 #include <stdexcept>
 #include <string>

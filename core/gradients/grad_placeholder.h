@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "core/layout/unit_plan.h"
 #include "core/paging/residency.h"
 
 namespace tessera::internal {

@@ -13,8 +13,8 @@
 #include "core/layout/bucket_pieces.h"
 #include "core/layout/flat_layout.h"
 #include "core/layout/geometry.h"
-#include "core/layout/int8_blocks.h"
 #include "core/layout/mesh.h"
+#include "core/layout/wire_codec.h"
 
 namespace tessera::internal {
 

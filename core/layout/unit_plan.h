@@ -2,7 +2,6 @@
 
 #include <torch/nn/module.h>
 
-#include <cstdint>
 #include <string>
 #include <unordered_set>
 #include <vector>

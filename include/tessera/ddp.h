@@ -1,9 +1,7 @@
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <utility>
-#include <vector>
 
 #include <tessera/detail/replicated_module.h>
 

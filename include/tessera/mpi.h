@@ -9,7 +9,6 @@
 #include <mpi.h>
 
 #include <chrono>
-#include <cstdint>
 #include <memory>
 #include <stdexcept>
 #include <string>

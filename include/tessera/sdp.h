@@ -2,7 +2,6 @@
 
 #include <c10/core/GradMode.h>
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>

@@ -18,7 +18,6 @@
 #include <tessera/sharded_optimizer.h>
 #include <tessera/visit_tensors.h>
 #include "core/layout/deferred.h"
-#include "core/layout/partition.h"
 
 namespace tessera {
 using namespace internal;

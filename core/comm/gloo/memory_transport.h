@@ -1,8 +1,6 @@
 #pragma once
 
 #include <memory>
-#include <optional>
-#include <string>
 
 #include "core/comm/gloo/transport.h"
 #include "core/comm/shared_memory/peer_memory.h"

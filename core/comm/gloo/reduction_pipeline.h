@@ -12,7 +12,6 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/collective.h"
 #include "core/comm/gloo/transport.h"
 #include "core/runtime/guarded_by.h"
 #include "core/runtime/task_queue.h"

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "core/comm/guest/part_of_group.h"
 #include "core/runtime/run_clock.h"

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <vector>
 
 #include <tessera/communicator.h>
 #include "core/comm/collective.h"

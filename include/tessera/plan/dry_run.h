@@ -4,8 +4,6 @@
 #include <torch/nn/module.h>
 
 #include <memory>
-#include <optional>
-#include <type_traits>
 #include <utility>
 
 #include <tessera/communicator.h>
