@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <future>
-#include <random>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -27,6 +26,7 @@
 #include "core/launch/local_address.h"
 #include "core/launch/require.h"
 #include "core/runtime/call_with_timeout.h"
+#include "core/runtime/host.h"
 #include "core/runtime/warn.h"
 #include "elastic/part_storage.h"
 
@@ -41,13 +41,6 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 constexpr milliseconds kEntryPause{5};
 // The interval at which a rank that runs no operation of the group checks whether others have left the group.
 constexpr milliseconds kMemberCheck{500};
-
-std::string random_text() {
-  std::random_device device;
-  std::string text;
-  for (int i = 0; i < 4; ++i) text += to_hex(uint64_t{device()} << 32 | device()).substr(8);
-  return text;
-}
 
 // regroup() throws when a failure after one step has been repeated this many times without the loss of a rank.
 constexpr int kMostFailuresAtStep = 2;
@@ -203,7 +196,7 @@ ElasticState::ElasticState(ElasticOptions options, const RunFile& file, const st
 ElasticState::~ElasticState() = default;
 
 void ElasticState::start_server() {
-  self_.id = random_text();
+  self_.id = to_hex(random_bits()) + to_hex(random_bits());
   self_.host = host_and_boot();
   server_ = std::make_unique<PeerServer>(self_.address, self_.id, [this]() -> PeerServer::Session {
     auto receiver = std::make_shared<PartReceiver>(copies_);

@@ -4,7 +4,6 @@
 #include <fstream>
 #include <map>
 #include <optional>
-#include <random>
 #include <set>
 
 #include <tessera/checkpoint/full_file.h>
@@ -15,6 +14,7 @@
 #include "checkpoint/save/outcome.h"
 #include "checkpoint/state/saved_state.h"
 #include "core/comm/agreement.h"
+#include "core/runtime/host.h"
 
 namespace tessera {
 using namespace internal;
@@ -200,10 +200,8 @@ std::string free_tag(const fs::path& file) {
     throw CheckpointError(folder.string() + ": opening: " + error.message());
   for (const auto& entry : entries)
     if (const auto name = entry.path().filename().string();
-        name.starts_with(start) && name.find("-of-") != std::string::npos) {
-      std::random_device device;
-      return "-" + to_hex(uint64_t{device()} << 32 | device()).substr(0, 8);
-    }
+        name.starts_with(start) && name.find("-of-") != std::string::npos)
+      return "-" + to_hex(random_bits()).substr(0, 8);
   return "";
 }
 

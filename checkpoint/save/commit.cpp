@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <chrono>
-#include <random>
 #include <thread>
 
 #include <tessera/errors.h>
 #include "checkpoint/format/entries.h"
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/storage/storage.h"
+#include "core/runtime/host.h"
 
 namespace tessera::internal {
 namespace {
@@ -38,12 +38,7 @@ fs::path normal(const fs::path& target) {
 
 }  // namespace
 
-uint64_t draw_checkpoint_id() {
-  std::random_device device;
-  return uint64_t{device()} << 32 | device();
-}
-
-PartialCheckpoint::PartialCheckpoint(const fs::path& target) : target_(normal(target)), id_(draw_checkpoint_id()) {
+PartialCheckpoint::PartialCheckpoint(const fs::path& target) : target_(normal(target)), id_(random_bits()) {
   // Refuses an empty name and "s3://bucket". Refuses names of unfinished saves, which other saves would remove as
   // leftovers. Refuses names of manifests, which would make the parent look like a checkpoint.
   const std::string name = target_.filename().string();

@@ -84,6 +84,5 @@ void remove_local_checkpoint(const std::filesystem::path& checkpoint, std::optio
 void remove_remote_checkpoint(const std::filesystem::path& checkpoint);
 void clear_local_leftovers(const std::filesystem::path& folder);
 void clear_remote_leftovers(const std::filesystem::path& folder);
-uint64_t draw_checkpoint_id();
 
 }  // namespace tessera::internal

@@ -12,6 +12,7 @@
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/save/commit.h"
 #include "core/runtime/file.h"
+#include "core/runtime/host.h"
 #include "core/runtime/warn.h"
 
 namespace tessera::internal {
@@ -39,7 +40,7 @@ bool is_older_than(const fs::path& directory, std::chrono::seconds age) {
   std::error_code error, ignored;
   const auto written = fs::last_write_time(directory, error);
   if (error) return false;
-  const fs::path made_now = hidden_name(directory, draw_checkpoint_id(), ".now-");
+  const fs::path made_now = hidden_name(directory, random_bits(), ".now-");
   if (!fs::create_directory(made_now, error)) return false;
   const auto now = fs::last_write_time(made_now, error);
   fs::remove(made_now, ignored);
@@ -229,7 +230,7 @@ void remove_local_checkpoint(const fs::path& checkpoint, std::optional<int64_t> 
   // Skips the path if another job has replaced the checkpoint since the listing.
   if (sequence && peek_sequence(checkpoint) != sequence) return;
   // Renames the checkpoint to a hidden name first, so that a partly removed checkpoint does not look complete.
-  const fs::path hidden = hidden_name(checkpoint, draw_checkpoint_id());
+  const fs::path hidden = hidden_name(checkpoint, random_bits());
   try {
     rename_entry(checkpoint, hidden, false);
   } catch (const CheckpointError&) {

@@ -5,7 +5,6 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
-#include <sys/random.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -39,6 +38,7 @@
 #include "core/launch/require.h"
 #include "core/launch/spawn_surviving.h"
 #include "core/memory/container_limits.h"
+#include "core/runtime/host.h"
 #include "core/runtime/run_clock.h"
 
 extern char** environ;
@@ -156,12 +156,6 @@ c10::intrusive_ptr<c10d::Store> serve(ListeningSocket& socket) {
   options.masterListenFd = socket.release();
   options.timeout = kOwnStore;
   return StoreClient::of(open_tcp_store("127.0.0.1", options), kOwnStore);
-}
-
-std::string random_token() {
-  uint64_t numbers[2];
-  if (::getrandom(numbers, sizeof(numbers), 0) != sizeof(numbers)) throw_errno("getrandom");
-  return c10::str(numbers[0], "-", numbers[1]);
 }
 
 std::vector<char*> pointers_to(std::vector<std::string>& texts) {
@@ -473,7 +467,7 @@ int internal::spawn_surviving(int world, int argc, char** argv, std::chrono::mil
   std::vector<char*> arguments(argv, argv + argc);
   arguments.push_back(nullptr);
 
-  const std::string token = random_token();
+  const std::string token = c10::str(random_bits(), "-", random_bits());
   auto restart_variables = survival.variables;
   restart_variables.insert(survival.restart_variables.begin(), survival.restart_variables.end());
   std::vector<std::vector<std::string>> environments, restart_environments;

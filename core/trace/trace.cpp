@@ -14,7 +14,6 @@
 #include <iostream>
 #include <iterator>
 #include <nlohmann/json.hpp>
-#include <random>
 #include <sstream>
 #include <system_error>
 
@@ -99,10 +98,8 @@ const std::string& Trace::clock_id() {
 }
 
 std::string Trace::new_run_id() {
-  std::random_device random;
   std::ostringstream text;
-  text << std::hex << std::setfill('0');
-  for (int word = 0; word < 4; ++word) text << std::setw(8) << random();
+  text << std::hex << std::setfill('0') << std::setw(16) << random_bits() << std::setw(16) << random_bits();
   return text.str();
 }
 

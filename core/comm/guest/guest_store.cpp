@@ -2,7 +2,6 @@
 
 #include <c10/util/StringUtil.h>
 #include <fcntl.h>
-#include <sys/random.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -18,6 +17,7 @@
 #include "core/comm/store_client.h"
 #include "core/comm/watchdog/group_news.h"
 #include "core/memory/memory_file.h"
+#include "core/runtime/host.h"
 
 namespace tessera::internal {
 namespace {
@@ -90,10 +90,7 @@ MadeStore make_store(const TextExchange& exchange, const std::string& who, int r
     return made->getPort();
   };
   const auto notices = exchange_or_fail(exchange, who, [&]() -> std::string {
-    uint64_t token = 0;
-    if (rank != 0) return "";
-    if (::getrandom(&token, sizeof(token), 0) != sizeof(token)) token = 1;
-    return c10::str(open_store("127.0.0.1", 0), ' ', token);
+    return rank == 0 ? c10::str(open_store("127.0.0.1", 0), ' ', random_bits()) : "";
   });
   uint16_t port = 0;
   std::string token;

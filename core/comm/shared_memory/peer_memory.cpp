@@ -4,7 +4,6 @@
 #include <c10/util/StringUtil.h>
 #include <c10/util/env.h>
 #include <poll.h>
-#include <sys/random.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -51,10 +50,7 @@ constexpr auto kCopyGrace = std::chrono::seconds(1);
 
 // A random number that peers read to check that they reach this process, and not a later one with an equal id.
 const uint64_t& magic() {
-  static const uint64_t number = [] {
-    uint64_t random = 0;
-    return ::getrandom(&random, sizeof(random), 0) == sizeof(random) ? random : uint64_t{1};
-  }();
+  static const uint64_t number = random_bits();
   return number;
 }
 
