@@ -10,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "core/layout/bucket_pieces.h"
 #include "core/layout/flat_layout.h"
 #include "core/layout/geometry.h"
 #include "core/layout/mesh.h"

@@ -1,5 +1,5 @@
 // Compiled only with TESSERA_CUDA.
-#include "core/memory/cuda_page_locked.h"
+#include "core/memory/page_locked.h"
 
 #include <cuda_runtime_api.h>
 

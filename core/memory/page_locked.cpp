@@ -8,8 +8,6 @@
 #include <atomic>
 #include <bit>
 
-#include "core/memory/cuda_page_locked.h"
-
 namespace tessera::internal {
 
 static std::atomic<PageLockedAllocator*> chosen_page_locked_allocator = nullptr;

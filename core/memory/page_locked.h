@@ -18,6 +18,9 @@ class PageLockedAllocator {
   virtual void free(void* memory) noexcept = 0;
 };
 
+// Returns the CUDA runtime's allocator, which is never destroyed; null in a build without TESSERA_CUDA.
+PageLockedAllocator* cuda_page_locked_allocator();
+
 // Returns the allocator that the process has set, or else CUDA's in builds with TESSERA_CUDA, or else null.
 PageLockedAllocator* page_locked_allocator();
 // Sets the allocator of the process. Must be called before the first page_locked().

@@ -4,6 +4,8 @@
 
 #include <functional>
 #include <future>
+#include <memory>
+#include <utility>
 
 namespace tessera::internal {
 
@@ -17,7 +19,11 @@ class TaskQueue {
   TaskQueue& operator=(const TaskQueue&) = delete;
 
   // The future rethrows the exception of the task.
-  std::future<void> add(std::function<void()> task);
+  std::future<void> add(std::function<void()> task) {
+    const auto packaged = std::make_shared<std::packaged_task<void()>>(std::move(task));
+    threads_.run([packaged] { (*packaged)(); });
+    return packaged->get_future();
+  }
 
  private:
   c10::ThreadPool threads_;

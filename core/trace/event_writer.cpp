@@ -14,7 +14,6 @@
 #include "core/runtime/file.h"
 #include "core/runtime/host.h"
 #include "core/runtime/warn.h"
-#include "core/trace/append_all.h"
 
 namespace tessera {
 using namespace internal;

@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "core/runtime/file.h"
-#include "core/trace/append_all.h"
 
 namespace tessera::internal {
 namespace {

@@ -4,7 +4,7 @@
 #include <iterator>
 #include <stdexcept>
 
-#include "core/memory/disk_bytes.h"
+#include "core/memory/memory_kind_scope.h"
 #include "core/memory/without_data.h"
 
 namespace tessera::internal {

@@ -12,8 +12,8 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "core/memory/disk_bytes.h"
 #include "core/memory/memory_cache.h"
+#include "core/memory/memory_kind_scope.h"
 #include "core/paging/residency.h"
 
 namespace tessera::internal {

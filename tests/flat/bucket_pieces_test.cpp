@@ -1,4 +1,4 @@
-#include "core/layout/bucket_pieces.h"
+#include "core/layout/flat_layout.h"
 
 #include <gtest/gtest.h>
 

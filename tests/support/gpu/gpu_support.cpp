@@ -5,7 +5,7 @@
 
 #include <atomic>
 
-#include "core/memory/cuda_page_locked.h"
+#include "core/memory/page_locked.h"
 
 namespace {
 
