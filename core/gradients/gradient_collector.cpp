@@ -1,4 +1,4 @@
-#include "core/gradients/gradient_collector.h"
+#include "core/gradients/gradient_reducer.h"
 
 #include <algorithm>
 #include <utility>
