@@ -8,7 +8,7 @@
 #include <string>
 
 #include "fsdp/checks/parameter_checks.h"
-#include "fsdp/unit.h"
+#include "fsdp/sharded_model.h"
 
 namespace tessera::internal {
 namespace {

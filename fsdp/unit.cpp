@@ -1,4 +1,4 @@
-#include "fsdp/unit.h"
+#include "fsdp/sharded_model.h"
 
 #include <algorithm>
 #include <utility>

@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "fsdp/unit.h"
+#include "fsdp/sharded_model.h"
 
 namespace tessera::internal {
 

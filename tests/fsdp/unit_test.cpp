@@ -1,6 +1,6 @@
 // The life cycle of one unit, its secondary shard and its summoned parameters: states, memory and collectives, without
 // other ranks.
-#include "fsdp/unit.h"
+#include "fsdp/sharded_model.h"
 
 #include <tessera/plan.h>
 #include "core/comm/collective.h"
