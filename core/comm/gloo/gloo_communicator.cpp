@@ -13,6 +13,7 @@
 
 #include "core/comm/gloo/gloo_collectives.h"
 #include "core/comm/gloo/gloo_connections.h"
+#include "core/comm/guest/transport_source.h"
 #include "core/comm/store_client.h"
 #include "core/runtime/call_with_timeout.h"
 #include "core/runtime/run_clock.h"

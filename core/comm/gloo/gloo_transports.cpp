@@ -9,6 +9,7 @@
 #include "core/comm/gloo/gloo_connections.h"
 #include "core/comm/gloo/memory_transport.h"
 #include "core/comm/gloo/rounds_transport.h"
+#include "core/comm/guest/transport_source.h"
 
 namespace tessera::internal {
 

@@ -116,14 +116,4 @@ class Transport {
   virtual void disconnect() noexcept {}
 };
 
-// Factory of the transports of a group and its parts, if another library of the program moves the bytes (see guest/).
-class TransportSource {
- public:
-  virtual ~TransportSource() = default;
-  // Not collective. May be called by any thread.
-  virtual std::unique_ptr<Transport> make() = 0;
-  // Returns the source for the part that consists of the ranks `members`. `name` must be unique among the parts.
-  virtual std::shared_ptr<TransportSource> part(const std::string& name, const std::vector<int>& members) = 0;
-};
-
 }  // namespace tessera::internal

@@ -6,7 +6,7 @@
 #include <thread>
 #include <utility>
 
-#include "core/comm/guest/part_of_group.h"
+#include "core/comm/guest/transport_source.h"
 #include "core/runtime/run_clock.h"
 
 namespace tessera::internal {
@@ -77,7 +77,7 @@ class MessageTransport : public Transport {
 }  // namespace
 
 std::shared_ptr<TransportSource> message_transports(std::shared_ptr<MessageLibrary> library) {
-  return std::make_shared<GuestTransports>([library = std::move(library)](const PartOfGroup& part) {
+  return std::make_shared<TransportSource>([library = std::move(library)](const PartOfGroup& part) {
     return std::make_unique<MessageTransport>(library, part);
   });
 }

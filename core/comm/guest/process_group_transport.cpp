@@ -20,7 +20,7 @@
 
 #include <tessera/errors.h>
 #include "core/comm/group_process.h"
-#include "core/comm/guest/part_of_group.h"
+#include "core/comm/guest/transport_source.h"
 #include "core/comm/traffic.h"
 #include "core/runtime/run_clock.h"
 #include "core/runtime/sigpipe_block.h"
@@ -254,7 +254,7 @@ class ProcessGroupTransport : public Transport {
 }  // namespace
 
 std::shared_ptr<TransportSource> process_group_transports(c10::intrusive_ptr<c10d::ProcessGroup> group) {
-  return std::make_shared<GuestTransports>(
+  return std::make_shared<TransportSource>(
       [group = std::move(group), abilities = std::make_shared<Abilities>()](const PartOfGroup& part) {
         return std::make_unique<ProcessGroupTransport>(group, abilities, part);
       });

@@ -32,15 +32,17 @@ struct PartOfGroup {
   }
 };
 
-// The transports of a program's group and of its parts.
-class GuestTransports : public TransportSource {
+// Factory of the transports of a group and its parts, if another library of the program moves the bytes.
+class TransportSource {
  public:
+  // Makes the transport of one rank of a part. Not collective. May be called by any thread.
   using Make = std::function<std::unique_ptr<Transport>(const PartOfGroup& part)>;
-  explicit GuestTransports(Make make, PartOfGroup part = {}) : make_(std::move(make)), part_(std::move(part)) {}
+  explicit TransportSource(Make make, PartOfGroup part = {}) : make_(std::move(make)), part_(std::move(part)) {}
 
-  std::unique_ptr<Transport> make() override { return make_(part_); }
-  std::shared_ptr<TransportSource> part(const std::string& name, const std::vector<int>& members) override {
-    return std::make_shared<GuestTransports>(make_, part_.part(name, members));
+  std::unique_ptr<Transport> make() const { return make_(part_); }
+  // Returns the source for the part that consists of the ranks `members`. `name` must be unique among the parts.
+  std::shared_ptr<TransportSource> part(const std::string& name, const std::vector<int>& members) const {
+    return std::make_shared<TransportSource>(make_, part_.part(name, members));
   }
 
  private:
