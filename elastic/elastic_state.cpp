@@ -332,8 +332,8 @@ std::shared_ptr<Communicator> ElasticState::make_group() {
   const auto wrapped = c10::make_intrusive<StoreClient>(
       c10::make_intrusive<GroupStore>(group_.store, group_.generation, patience), patience);
   wrapped->setTimeout(options_.group.timeout);  // limits waits for other ranks
-  // At first, each rank waits in the store for the other ranks, until the timeout. The loss of a member must end this
-  // wait earlier, because the other ranks leave out ranks that are still waiting.
+  // Each rank first waits in the store for the other ranks, until the timeout. If a member is lost, this rank must stop
+  // the wait earlier, because the other ranks form the next group without ranks that still wait.
   std::promise<void> is_made;
   std::string loss;
   std::thread watch([&, made = is_made.get_future()] {

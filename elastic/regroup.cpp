@@ -128,7 +128,7 @@ std::map<int, json> Regroup::request(const std::vector<int>& members, json field
     try {
       json answer = pending.get();
       seen.is_gone = answer.contains("retired");
-      // A joined process that has not yet learned of this group must not count as the leader.
+      // A process that has joined, but does not know this group yet, must not be taken for the leader.
       seen.has_answered = !seen.is_gone && answer.at("takes_part").get<bool>();
       seen.has_arrived = answer.at("arrived").get<bool>();
       if (seen.has_arrived) answer.at("held").get_to(seen.held);

@@ -17,7 +17,7 @@ struct CollectiveFlow {
   double sum_bytes = 0;           // received bytes that a rank adds up in the first wait
   bool only_root_sums = false;
 
-  // Returns whether one rank sends a message to another. `from_root`: the sender is the root; `to_root`: the receiver.
+  // Returns whether a rank sends to a peer in exchange 0 or 1. `from_root`: the rank is the root; `to_root`: the peer.
   bool sends(int exchange, bool from_root, bool to_root) const;
 };
 
