@@ -38,13 +38,12 @@ void encode_block(const float* values, int64_t numel, float& scale, int8_t* code
         static_cast<int8_t>(std::bit_cast<int32_t>(values[i] / scale + kRounds) - std::bit_cast<int32_t>(kRounds));
 }
 
-// Returns the blocks as rows, [blocks, block_numel]. Pads the last row with zeros.
+}  // namespace
+
 at::Tensor in_rows(const at::Tensor& flat, int64_t block_numel) {
   const int64_t rest = flat.numel() % block_numel;
   return (rest == 0 ? flat : at::constant_pad_nd(flat, {0, block_numel - rest})).view({-1, block_numel});
 }
-
-}  // namespace
 
 int64_t Int8Blocks::encoded_bytes(int64_t numel) const {
   constexpr int64_t kAlignment = 16;

@@ -38,4 +38,7 @@ class Int8Blocks final : public WireCodec {
   int64_t block_numel_;
 };
 
+// Returns the blocks as rows, [blocks, block_numel]. Pads the last row with zeros.
+at::Tensor in_rows(const at::Tensor& flat, int64_t block_numel);
+
 }  // namespace tessera::internal

@@ -2,7 +2,6 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/bucketize.h>
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/isfinite.h>
@@ -77,12 +76,6 @@ struct Nf4Layout {
   }
 };
 
-// Returns the elements as [rows, columns]. Pads the last row with zeros.
-at::Tensor as_rows(const at::Tensor& flat, int64_t columns) {
-  const int64_t rest = flat.numel() % columns;
-  return (rest == 0 ? flat : at::constant_pad_nd(flat, {0, columns - rest})).view({-1, columns});
-}
-
 // Returns the rows divided by their largest absolute values. Stores these values in `scales`, [rows]. Keeps zero rows.
 at::Tensor scaled_rows(const at::Tensor& rows, const at::Tensor& scales) {
   scales.copy_(rows.abs().amax(1));
@@ -104,7 +97,7 @@ void encode_scales(const Nf4Layout& layout, const at::Tensor& scales, const at::
   if (!layout.is_double) return static_cast<void>(layout.inner(bytes).view(at::kFloat).copy_(scales));
   const at::Tensor outer = layout.outer(bytes), mean = scales.mean();
   outer.narrow(0, 0, 1).copy_(mean);
-  const at::Tensor rows = scaled_rows(as_rows(scales - mean, kScaleBlockNumel), outer.narrow(0, 1, outer.numel() - 1));
+  const at::Tensor rows = scaled_rows(in_rows(scales - mean, kScaleBlockNumel), outer.narrow(0, 1, outer.numel() - 1));
   layout.inner(bytes).copy_(nearest(rows, dynamic_map(true).to(bytes.device())).view({-1}).narrow(0, 0, layout.blocks));
 }
 
@@ -113,7 +106,7 @@ at::Tensor decoded_scales(const Nf4Layout& layout, const at::Tensor& bytes) {
   if (!layout.is_double) return layout.inner(bytes).view(at::kFloat);
   const at::Tensor outer = layout.outer(bytes);
   const at::Tensor rows =
-      as_rows(dynamic_map(true).to(bytes.device()).index_select(0, layout.inner(bytes).to(at::kInt)), kScaleBlockNumel);
+      in_rows(dynamic_map(true).to(bytes.device()).index_select(0, layout.inner(bytes).to(at::kInt)), kScaleBlockNumel);
   return rows.mul(outer.narrow(0, 1, outer.numel() - 1).unsqueeze(1))
       .add_(outer.narrow(0, 0, 1))
       .view({-1})
@@ -167,7 +160,7 @@ at::Tensor encoded(WeightFormat format, const at::Tensor& weight) {
   }
   const Nf4Layout layout(format, values.numel());
   at::Tensor scales = at::empty({layout.blocks}, values.options());
-  at::Tensor rows = as_rows(values, kWeightBlockNumel);
+  at::Tensor rows = in_rows(values, kWeightBlockNumel);
   scales.copy_(rows.abs().amax(1));
   encode_scales(layout, scales, bytes);
   const at::Tensor places = nearest(scaled_rows(rows, scales), normal_floats(values.device())).view({-1, 2});
