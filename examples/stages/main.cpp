@@ -9,6 +9,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <tessera/tessera.h>
+#include <torch/torch.h>
 #include "examples/common/option_checks.h"
 
 namespace {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include <tessera/tessera.h>
+#include <torch/torch.h>
 #include "examples/common/option_checks.h"
 
 namespace {
