@@ -368,7 +368,11 @@ int run_elastic(const TrainOptions& options) {
     const Job job = prepare(options);
     tessera::Elastic elastic(elastic_options);
     int code = 0;
-    elastic.run([&](tessera::ElasticRun& run) { code = run_rank(job, run.comm(), &run); });
+    try {
+      elastic.run([&](tessera::ElasticRun& run) { code = run_rank(job, run.comm(), &run); });
+    } catch (const OptionsError& error) {
+      return report_mistake(error);  // whose exit code says that a restart would be in vain
+    }
     return code;
   });
 }

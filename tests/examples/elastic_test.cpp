@@ -195,16 +195,22 @@ TEST(TrainGptElastic, ADeadRankIsStartedAgainAndJoins) {
   EXPECT_NE(board_of(folder / "board").find("elastic/joined"), std::string::npos);
 }
 
+// Starts two ranks as a launcher does that starts no rank again. Its exit code is the sum of theirs.
+tessera::testing::ChildProcess start_shells(const TemporaryFolder& folder, const std::string& more) {
+  const std::string rank =
+      tessera::testing_support::built(ELASTIC_RANK_SCRIPT) + " " +
+      command(folder / "out", kMostSteps,
+              "--val-every 0 --elastic --copy-every 3 --rendezvous " + (folder / "elastic").string() + " " + more);
+  return tessera::testing::ChildProcess({"sh", "-c",
+                                         "export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" +
+                                             std::to_string(tessera::testing_support::free_port()) + "; RANK=1 " +
+                                             rank + " & RANK=0 " + rank + "; code=$?; wait $!; exit $((code + $?))"});
+}
+
 TEST(TrainGptElastic, AShellUnderALauncherStartsItsDeadRankAgain) {
   const TemporaryFolder folder;
   const auto out = folder / "out";
-  const std::string rank =
-      tessera::testing_support::built(ELASTIC_RANK_SCRIPT) + " " +
-      command(out, kMostSteps, "--val-every 0 --elastic --copy-every 3 --rendezvous " + (folder / "elastic").string());
-  tessera::testing::ChildProcess run({"sh", "-c",
-                                      "export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" +
-                                          std::to_string(tessera::testing_support::free_port()) + "; RANK=1 " + rank +
-                                          " & RANK=0 " + rank + "; code=$?; wait $!; exit $((code + $?))"});
+  auto run = start_shells(folder, "");
   await(out, "loss", 8);
   kill_rank(run, 0);
   await(out, "seconds", 2);
@@ -214,6 +220,10 @@ TEST(TrainGptElastic, AShellUnderALauncherStartsItsDeadRankAgain) {
   expect_each_step_once(result);
   ASSERT_EQ(result.events.size(), 4U) << result.output;
   EXPECT_EQ(result.events[2]["event"], "joined");
+
+  auto mistaken = start_shells(folder, "--accumulate 2 --resume auto");
+  EXPECT_EQ(mistaken.wait(), 2 + 2) << mistaken.output();
+  EXPECT_NE(mistaken.output().find("of a run with sequences_per_step"), std::string::npos) << mistaken.output();
 }
 
 }  // namespace
