@@ -120,16 +120,17 @@ class Trainer {
 struct Segment {
   int64_t generation = 0;
   int world = 0;
-  int64_t step = 0;         // that it restored
-  int64_t made_by = 0;      // the generation that trained this step: several may have, at different worlds
-  int64_t last_before = 0;  // the last step of the rank's previous group
+  int64_t step = 0;           // that it restored
+  int64_t made_by = 0;        // the generation that trained this step: several may have, at different worlds
+  int64_t last_before = 0;    // the last step of the rank's previous group
+  bool is_unchanged = false;  // same members: a joining process was silent when the others decided on the group
 };
 
 inline void add_segment(const TemporaryFolder& folder, int process, ElasticRun& run, int64_t last_before,
                         int64_t made_by = 0) {
   std::ofstream(folder / ("segments-" + std::to_string(process)), std::ios::app)
       << run.generation() << " " << run.comm()->size() << " " << run.step() << " " << made_by << " " << last_before
-      << "\n";
+      << " " << (run.change() && run.change()->lost.empty() && run.change()->joined.empty()) << "\n";
 }
 
 // Called by each rank after a step, and with step 0 when a group begins.
@@ -261,7 +262,8 @@ inline std::vector<int> run_ranks_as_processes(const TemporaryFolder& folder, in
 inline std::vector<Segment> segments_of(const TemporaryFolder& folder, int rank) {
   std::vector<Segment> segments;
   std::ifstream file(folder / ("segments-" + std::to_string(rank)));
-  for (Segment one; file >> one.generation >> one.world >> one.step >> one.made_by >> one.last_before;)
+  for (Segment one;
+       file >> one.generation >> one.world >> one.step >> one.made_by >> one.last_before >> one.is_unchanged;)
     segments.push_back(one);
   return segments;
 }
