@@ -142,6 +142,7 @@ class Damage(unittest.TestCase):
             "the file other, of 'model.a', is missing": lambda metadata: setattr(places(metadata)["model.a"], "relative_path", "other"),
             "has a place in the files for 'model.b', and no entry": lambda metadata: tensors(metadata).pop("model.b"),
             "'model.b' has no keys": lambda metadata: metadata.planner_data.pop("model.b"),
+            "has no planner_data": lambda metadata: delattr(metadata, "planner_data"),
             "has no entries": lambda metadata: setattr(metadata, "storage_data", None),
             "neither a tensor nor bytes": lambda metadata: tensors(metadata).update(x=3),
             "no dtype, shape or chunks": lambda metadata: delattr(tensors(metadata)["model.a"], "chunks"),

@@ -89,6 +89,8 @@ class Folder:
                                                    ("state_dict_metadata", "storage_data", "planner_data"))
             if not all(isinstance(part, dict) for part in (self.entries, self.storage, planned or {})):
                 raise ConvertError("has no entries or no places of them in files")
+            if "planner_data" not in vars(metadata):  # the class has a default, which a damaged name of this field reveals
+                raise ConvertError("has no planner_data")
             self.check_entries()
             # Without flattening, there are no keys of any entry: the names are those of the state dict.
             self.paths = {name: tuple((planned or {name: (name,)}).get(name, ())) for name in self.entries}
