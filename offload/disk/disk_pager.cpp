@@ -88,7 +88,6 @@ void DiskPager::reclaim() {
     return entry != nullptr && entry->page && entry->holds == 0 && entry->storage->use_count() == 1;
   };
   if (std::ranges::none_of(entries_, [&](const Entry& entry) { return is_gone(&entry); })) return;
-  for (std::list<Entry*>* entries : {&recent_, &reading_, &writing_}) std::erase_if(*entries, is_gone);
   for (auto& [thread, entries] : in_use_) std::erase_if(entries, is_gone);
   if (is_gone(last_loaded_)) last_loaded_ = nullptr;
   for (Entry& entry : entries_)
@@ -96,6 +95,7 @@ void DiskPager::reclaim() {
   for (size_t id = 0; id < entries_.size(); ++id) {
     Entry& entry = entries_[id];
     if (!is_gone(&entry)) continue;
+    take_out(entry);
     if (entry.transfer.valid()) entry.transfer.wait();
     space_.free(entry.offset, entry.bytes);
     entry = Entry();
@@ -119,7 +119,7 @@ DiskPager::Entry& DiskPager::entry_of(const at::Tensor& tensor) {
 void DiskPager::make_resident(Entry& entry) {
   entry.state = State::kResident;
   entry.page->attach(entry.data);
-  touch(entry);
+  move_to(recent_, entry);
 }
 
 void DiskPager::drop(Entry& entry) {
@@ -128,9 +128,15 @@ void DiskPager::drop(Entry& entry) {
   entry.state = State::kOnDisk;
 }
 
-void DiskPager::touch(Entry& entry) {
-  recent_.remove(&entry);
-  recent_.push_back(&entry);
+// Makes an entry the last of a list. Each operator may move entries, so the cost must not grow with the lists.
+void DiskPager::move_to(std::list<Entry*>& list, Entry& entry) {
+  take_out(entry);
+  entry.place = list.insert(list.end(), &entry);
+  entry.list = &list;
+}
+
+void DiskPager::take_out(Entry& entry) {
+  if (std::list<Entry*>* list = std::exchange(entry.list, nullptr)) list->erase(entry.place);
 }
 
 // Removes and returns the first entry that is neither held nor used by a thread's last operator; null if there is none.
@@ -142,7 +148,7 @@ DiskPager::Entry* DiskPager::take_idle(std::list<Entry*>& entries) {
   });
   if (oldest == entries.end()) return nullptr;
   Entry* entry = *oldest;
-  entries.erase(oldest);
+  take_out(*entry);
   return entry;
 }
 
@@ -163,7 +169,7 @@ bool DiskPager::evict_one() {
     space_.file()->write(data, entry->bytes, entry->offset);
     written_bytes_ += entry->bytes;
   });
-  writing_.push_back(entry);
+  move_to(writing_, *entry);
   return true;
 }
 
@@ -190,7 +196,7 @@ bool DiskPager::forget_one_read_ahead() {
 
 // Blocks until the write ends. Keeps the data in memory if `is_wanted`. If the write failed, keeps the data and throws.
 void DiskPager::finish_write(Entry& entry, bool is_wanted) {
-  writing_.remove(&entry);
+  take_out(entry);
   std::exception_ptr failure;
   try {
     entry.transfer.get();
@@ -224,7 +230,7 @@ void DiskPager::start_read(Entry& entry) {
   entry.buffer = buffers_.take(with_alignment(entry.bytes), at::kByte);
   entry.data = aligned_part(entry.buffer, entry.bytes);
   entry.state = State::kReading;
-  reading_.push_back(&entry);
+  move_to(reading_, entry);
   entry.transfer = start_transfer([this, data = entry.data.mutable_data_ptr(), &entry, is_zero = entry.is_zero] {
     if (is_zero) {
       std::memset(data, 0, entry.bytes);
@@ -236,7 +242,7 @@ void DiskPager::start_read(Entry& entry) {
 }
 
 void DiskPager::require_resident(Entry& entry) {
-  if (entry.state == State::kResident) return touch(entry);
+  if (entry.state == State::kResident) return move_to(recent_, entry);
   if (entry.state == State::kWriting) return finish_write(entry, /*is_wanted=*/true);
   if (entry.state == State::kOnDisk) {
     if (!make_room(entry.bytes, /*may_wait=*/true))
@@ -247,7 +253,7 @@ void DiskPager::require_resident(Entry& entry) {
           "one parameter at a time (HostAdamW)");
     start_read(entry);
   }
-  reading_.remove(&entry);
+  take_out(entry);
   try {
     entry.transfer.get();
   } catch (...) {

@@ -110,7 +110,9 @@ class DiskPager : public Pager {
     int holds = 0;
     bool is_changed = false;
     uint32_t seen_writes = 0;
-    Entry* next = nullptr;  // prediction: the tensor that was last loaded directly after this one
+    std::list<Entry*>* list = nullptr;       // recent_, reading_ or writing_; null if the entry is in none
+    std::list<Entry*>::iterator place = {};  // in `list`
+    Entry* next = nullptr;                   // prediction: the tensor that was last loaded directly after this one
   };
 
   std::future<void> start_transfer(std::function<void()> transfer);
@@ -128,7 +130,8 @@ class DiskPager : public Pager {
   void finish_write(Entry& entry, bool is_wanted);
   Entry* take_idle(std::list<Entry*>& entries);
   void drop(Entry& entry);
-  void touch(Entry& entry);
+  static void move_to(std::list<Entry*>& list, Entry& entry);
+  static void take_out(Entry& entry);
 
   const DiskPagerOptions options_;
   mutable std::mutex mutex_;
