@@ -1,5 +1,6 @@
 #pragma once
 
+#include <c10/util/StringUtil.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -8,10 +9,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iomanip>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -91,11 +94,13 @@ class Trainer {
     adam_->step();
   }
 
-  // A checksum of all parameters. Collective.
+  // A checksum of all parameters, and their norm, which shows how far two runs differ. Collective.
   std::string parameters() {
     std::string bytes;
+    double squares = 0;
     const auto add = [&](const at::Tensor& tensor) {
       const auto whole = tensor.detach().contiguous();
+      squares += whole.to(at::kDouble).square().sum().item<double>();
       bytes.append(static_cast<const char*>(whole.data_ptr()), whole.nbytes());
     };
     if (!fsdp_) {
@@ -104,7 +109,7 @@ class Trainer {
       const auto scope = fsdp_->summon_full_params();
       for (const auto& parameter : net_->parameters()) add(parameter);
     }
-    return internal::to_hex(internal::checksum(bytes));
+    return c10::str(internal::to_hex(internal::checksum(bytes)), ", norm ", std::setprecision(17), std::sqrt(squares));
   }
 
  private:
