@@ -59,8 +59,10 @@ void run_on(const std::vector<int>& processors) {
     throw std::system_error(errno, std::generic_category(), "StepInBackward: sched_setaffinity");
 }
 
-using Clock = std::chrono::steady_clock;
-double seconds_since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
+using std::chrono::steady_clock;
+double seconds_since(steady_clock::time_point began) {
+  return std::chrono::duration<double>(steady_clock::now() - began).count();
+}
 
 int64_t elements_of(const std::vector<at::Tensor>& parameters) {
   int64_t elements = 0;
@@ -148,7 +150,7 @@ void StepInBackward::step_on_host(const std::vector<at::Tensor>& parameters) {
   const std::vector<at::Tensor> on_host = chosen(parameters, true);
   if (on_host.empty()) return;
   const auto step = [this, on_host] {
-    const auto began = Clock::now();
+    const auto began = steady_clock::now();
     speculation_ ? speculation_->step(on_host) : optimizer_.step_parameters(on_host);
     host_steps_.elements += elements_of(on_host);
     host_steps_.seconds += seconds_since(began);
@@ -244,7 +246,7 @@ double StepInBackward::finish_speculation() {
     step_on_host(others);
     const std::vector<at::Tensor> on_device = chosen(deferred_, /*on_host=*/false);
     std::exception_ptr failure;
-    const auto began = Clock::now();
+    const auto began = steady_clock::now();
     try {
       wait_for_steps();  // clipping may scale the gradients only after the steps have read them
     } catch (...) {
@@ -277,7 +279,7 @@ std::optional<double> StepInBackward::finish() {
     step_on_host(others);
     for (const at::Tensor& other : chosen(others, /*on_host=*/false)) deferred_.push_back(other);
     const std::vector<at::Tensor> on_device = std::exchange(deferred_, {});
-    const auto began = Clock::now();
+    const auto began = steady_clock::now();
     wait_for_steps();
     suggest_fraction(seconds_since(began), on_device);
     if (!on_device.empty()) optimizer_.step_parameters(on_device);
