@@ -171,7 +171,7 @@ po::options_description describe_ranks(TrainOptions& options, RawOptions& raw) {
       "device-fraction", real(&options.device_fraction),
       "fsdp with --offload: the fraction of parameters that stays on the device and is stepped there")(
       "step-in-backward", po::bool_switch(&options.step_in_backward),
-      "fsdp with --offload and AdamW: step each unit on the host while backward goes on")(
+      "fsdp with --offload and AdamW: step each unit on the host during backward")(
       "threads", number(&options.threads),
       "threads of each rank; 0: OMP_NUM_THREADS, or the machine's cores divided by its ranks");
   examples::describe_device(ranks, options.compute);
