@@ -2,8 +2,9 @@
 // a GPU of one host, so each process has an NCCL_HOSTID, and NCCL sees as many hosts, which talk through sockets on
 // loopback. Without TESSERA_TEST_GPU the device is simulated. Shows results, order and failures, never speed.
 //
-// For each world size, one run checks the collectives and the wrappers, and then one run for each failure checks
-// the errors of the surviving ranks. Prints a line for each check, and a verdict at the end.
+// For each world size, one run checks the collectives and the wrappers. Then one run for each failure checks the errors
+// of the surviving ranks, or that they go on (process_elastic.h). Prints a line for each check, and a verdict at the
+// end.
 #include <signal.h>
 #include <torch/torch.h>
 
@@ -22,12 +23,11 @@
 #include <vector>
 
 #include "tests/accelerator/collectives.h"
+#include "tests/accelerator/process_elastic.h"
+#include "tests/accelerator/rank_processes.h"
 #include "tests/accelerator/training.h"
 #include "tests/support/accelerator/accelerator.h"
 #include "tests/support/accelerator/ranks.h"
-#include "tests/support/child_process.h"
-#include "tests/support/free_port.h"
-#include "tests/support/temporary_folder.h"
 
 namespace tessera::process_ranks {
 using namespace internal;
@@ -38,18 +38,11 @@ using accelerator_training::State;
 using collectives::Results;
 using std::chrono::seconds;
 using std::chrono::steady_clock;
-using testing::ChildProcess;
 using testing_support::seeded;
 
 constexpr int kSurvived = 3;  // the exit code of a rank that has got a CommError
-constexpr int kProcessesAtOnce = 12;
+constexpr int kProcessesAtOnce = 16;
 constexpr seconds kLimitOfChecks{180}, kLimitOfFailures{75};
-constexpr const char* kStorePort = "TESSERA_TEST_STORE_PORT";
-constexpr const char* kFolder = "TESSERA_TEST_FOLDER";
-
-double seconds_since(steady_clock::time_point began) {
-  return std::chrono::duration<double>(steady_clock::now() - began).count();
-}
 
 const Case kWrappers[] = {{.name = "ddp", .wrapper = Case::kDdp},
                           {.name = "sdp", .wrapper = Case::kSdp},
@@ -304,6 +297,9 @@ int rank_main(const std::string& part) {
   const accelerator::Simulation simulation;
   return run_main([&] {
     at::set_num_threads(1);
+    if (const auto* const death = std::ranges::find(kElasticDeaths, part, &ElasticDeath::name);
+        death != std::end(kElasticDeaths))
+      return train_elastically(*death);
     const auto comm = accelerator::init_on_shared_device({.timeout = seconds(60)});
     if (part == "checks") return Checks(comm).run();
     const auto* const failure = std::ranges::find(kFailures, part, &Failure::name);
@@ -311,45 +307,6 @@ int rank_main(const std::string& part) {
     return train_until_failure(*failure, comm);
   });
 }
-
-// The processes of one group.
-class Group {
- public:
-  Group(const std::string& program, const std::string& part, int world) : began_(steady_clock::now()) {
-    const std::string port = std::to_string(testing_support::free_port());
-    const std::string store_port = std::to_string(testing_support::free_port());
-    for (int rank = 0; rank < world; ++rank)
-      ranks_.push_back(std::make_unique<ChildProcess>(std::vector<std::string>{program, part},
-                                                      ChildProcess::Environment{
-                                                          {"RANK", std::to_string(rank)},
-                                                          {"WORLD_SIZE", std::to_string(world)},
-                                                          {"LOCAL_RANK", "0"},
-                                                          {"LOCAL_WORLD_SIZE", "1"},
-                                                          {"MASTER_ADDR", "127.0.0.1"},
-                                                          {"MASTER_PORT", port},
-                                                          {kStorePort, store_port},
-                                                          {kFolder, (folder_ / "").string()},
-                                                          {"NCCL_HOSTID", "rank" + std::to_string(rank)},
-                                                          {"NCCL_SOCKET_IFNAME", "lo"},
-                                                          {"NCCL_NET", "Socket"},
-                                                          {"NCCL_IB_DISABLE", "1"},
-                                                          {"NCCL_P2P_DISABLE", "1"},
-                                                          {"NCCL_SHM_DISABLE", "1"},
-                                                      }));
-  }
-  // The exit code of a rank, -1 after the limit, which counts from the start of the group.
-  int wait(int rank, seconds limit) {
-    const auto left = limit - std::chrono::duration_cast<seconds>(steady_clock::now() - began_);
-    return ranks_[rank]->wait(std::max(left, seconds(0)));
-  }
-  std::string output(int rank) const { return ranks_[rank]->output(); }
-  int size() const { return static_cast<int>(ranks_.size()); }
-
- private:
-  const testing_support::TemporaryFolder folder_;
-  const steady_clock::time_point began_;
-  std::vector<std::unique_ptr<ChildProcess>> ranks_;
-};
 
 // The lines of checks, without warnings of libraries.
 std::string lines_of_checks(const std::string& output) {
@@ -360,13 +317,9 @@ std::string lines_of_checks(const std::string& output) {
   return text.substr(0, 3000);
 }
 
-std::string last_lines(const std::string& text) {
-  return text.substr(text.size() - std::min<size_t>(text.size(), 600));
-}
-
 // Prints the lines of the ranks; returns whether all ended well.
 bool run_checks(const std::string& program, int world) {
-  Group group(program, "checks", world);
+  RankProcesses group(program, "checks", world);
   bool is_right = true;
   for (int rank = 0; rank < world; ++rank) {
     const int code = group.wait(rank, kLimitOfChecks);
@@ -381,7 +334,7 @@ bool run_checks(const std::string& program, int world) {
 }
 
 // Prints the survivors' errors; returns whether each of them named the rank that has failed.
-bool check_survivors(const Failure& failure, Group& group) {
+bool check_survivors(const Failure& failure, RankProcesses& group) {
   const int failed = rank_that_fails(failure, group.size());
   std::string reason = failure.reason;
   if (const auto at = reason.find('%'); at != std::string::npos) reason.replace(at, 1, std::to_string(failed));
@@ -410,23 +363,45 @@ bool check_survivors(const Failure& failure, Group& group) {
   return right == survivors;
 }
 
+// A part in which ranks fail, and its check.
+struct FailurePart {
+  std::string name;
+  std::function<bool(RankProcesses&)> check;
+};
+std::vector<FailurePart> failures() {
+  std::vector<FailurePart> parts;
+  for (const Failure& failure : kFailures)
+    parts.push_back({failure.name, [&](RankProcesses& ranks) { return check_survivors(failure, ranks); }});
+  for (const ElasticDeath& death : kElasticDeaths)
+    parts.push_back(
+        {death.name, [&](RankProcesses& ranks) { return check_elastic_survivors(death, ranks, kLimitOfFailures); }});
+  return parts;
+}
+
+// Runs several parts at once, because they mostly wait. Each process has its turns on the device. Returns the number of
+// parts that were wrong.
+int wrong_failures(const std::string& program, int world) {
+  int wrong = 0;
+  const auto parts = failures();
+  const auto at_once = static_cast<size_t>(std::max(1, kProcessesAtOnce / world));
+  for (size_t begin = 0; begin < parts.size(); begin += at_once) {
+    const size_t end = std::min(parts.size(), begin + at_once);
+    std::vector<std::unique_ptr<RankProcesses>> groups;
+    for (size_t i = begin; i < end; ++i)
+      groups.push_back(std::make_unique<RankProcesses>(program, parts[i].name, world));
+    for (size_t i = begin; i < end; ++i) wrong += parts[i].check(*groups[i - begin]) ? 0 : 1;
+  }
+  return wrong;
+}
+
 int supervise(const std::string& program, const std::vector<int>& worlds) {
   int wrong = 0, parts = 0;
   const auto began = steady_clock::now();
   for (const int world : worlds) {
     ++parts;
     wrong += run_checks(program, world) ? 0 : 1;
-    // Several together, because they mostly wait. Each process has its turns on the device.
-    const auto at_once = static_cast<size_t>(std::max(1, kProcessesAtOnce / world));
-    for (size_t begin = 0; begin < std::size(kFailures); begin += at_once) {
-      const size_t end = std::min(std::size(kFailures), begin + at_once);
-      std::vector<std::unique_ptr<Group>> groups;
-      for (size_t i = begin; i < end; ++i) groups.push_back(std::make_unique<Group>(program, kFailures[i].name, world));
-      for (size_t i = begin; i < end; ++i) {
-        ++parts;
-        wrong += check_survivors(kFailures[i], *groups[i - begin]) ? 0 : 1;
-      }
-    }
+    parts += static_cast<int>(failures().size());
+    wrong += wrong_failures(program, world);
     std::fflush(stdout);
   }
   std::printf("ranks as processes: %s, %d of %d parts, %.0f s\n", wrong > 0 ? "FAILED" : "passed", parts - wrong, parts,

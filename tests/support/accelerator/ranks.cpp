@@ -53,10 +53,14 @@ void on_devices(int world, const std::function<void(std::shared_ptr<Communicator
   on_devices(world, body, options);
 }
 
-std::shared_ptr<Communicator> init_on_shared_device(InitOptions options) {
+at::Device share_device() {
   groups_span_processes = true;
   set_nccl_backends(device_groups());
-  options.device = at::Device(at::kCUDA, 0);
+  return {at::kCUDA, 0};
+}
+
+std::shared_ptr<Communicator> init_on_shared_device(InitOptions options) {
+  options.device = share_device();
   options.process.cache_memory = false;
   return init(options);
 }

@@ -20,7 +20,10 @@ void on_devices(int world, const std::function<void(std::shared_ptr<Communicator
 void on_devices(int world, const std::function<void(std::shared_ptr<Communicator>)>& body,
                 std::chrono::milliseconds timeout);
 
-// init() of a rank that is a process, with device 0, which ranks on one host may share. A Simulation must be running.
+// Prepares this process, a rank, for groups of processes that may share a device. Returns that device, number 0. A
+// Simulation must be running.
+at::Device share_device();
+// init() of a rank that is a process, with device 0, which ranks on one host may share. Calls share_device().
 std::shared_ptr<Communicator> init_on_shared_device(InitOptions options);
 
 // On GPUs: keeps one of the pool's streams, in turn, busy for so many cycles. The library, NCCL and the tests take
