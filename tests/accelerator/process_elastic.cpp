@@ -30,8 +30,8 @@ using testing_support::seeded;
 constexpr int64_t kSteps = 12, kKilledAfter = 7, kCopyEvery = 2;
 // The copy of step 4 is complete on all ranks when commit() starts that of step 6, which the death may interrupt.
 constexpr int64_t kFirstRestored = 4, kLastRestored = 6;
-// Exact in fp32, to which devices round it. On GPUs, whose products round otherwise than CPUs', Adam has an epsilon that
-// does not amplify the difference.
+// Exact in fp32, to which devices round it. On GPUs, whose products round otherwise than CPUs', Adam has an epsilon
+// that does not amplify the difference.
 constexpr double kLearningRate = 0x1p-7;
 
 int rank_that_dies(const ElasticDeath& death, int world) { return death.is_of_rank_0 ? 0 : world - 1; }
@@ -101,8 +101,8 @@ void require_survivors_group(const ElasticDeath& death, const ElasticRun& run, i
                   change->joined.empty() && run.comm()->size() == change->world_before - 1 && run.generation() == 1,
               "generation ", run.generation(), " has ", run.comm()->size(), " ranks; expected all but the killed one");
   TORCH_CHECK(run.step() == step_of_extra && run.step() >= kFirstRestored && run.step() <= kLastRestored,
-              "restored step ", run.step(), " with extra of step ", step_of_extra, "; expected ", kFirstRestored, " to ",
-              kLastRestored);
+              "restored step ", run.step(), " with extra of step ", step_of_extra, "; expected ", kFirstRestored,
+              " to ", kLastRestored);
 }
 
 // Throws if a tensor differs from the reference. Returns the largest difference.
@@ -145,7 +145,8 @@ int train_elastically(const ElasticDeath& death) {
     while (run.step() < kSteps) {
       // A survivor may be a step behind the rank that dies.
       if (run.generation() == 0) last_begun = steady_clock::now();
-      if (run.generation() == 0 && run.step() == kKilledAfter && run.comm()->rank() == rank_that_dies(death, first_world))
+      if (run.generation() == 0 && run.step() == kKilledAfter &&
+          run.comm()->rank() == rank_that_dies(death, first_world))
         ::raise(SIGKILL);
       trainer.train(run.step());
       run.commit({{"step", run.step() + 1}});

@@ -1,6 +1,7 @@
-// Ranks as processes that share one device: accelerator_ranks [world size ...], 2 by default. NCCL refuses two ranks on
-// a GPU of one host, so each process has an NCCL_HOSTID, and NCCL sees as many hosts, which talk through sockets on
-// loopback. Without TESSERA_TEST_GPU the device is simulated. Shows results, order and failures, never speed.
+// Ranks as processes that share one device: accelerator_ranks [world size ...] [check]. The world size is 2
+// by default, and a name such as "captured steps" or "is killed" selects one check. NCCL refuses two ranks on a GPU of
+// one host, so each process has an NCCL_HOSTID, and NCCL sees as many hosts, which talk through sockets on loopback.
+// Without TESSERA_TEST_GPU the device is simulated. Shows results, order and failures, never speed.
 //
 // For each world size, one run checks the collectives and the wrappers. Then one run for each failure checks the errors
 // of the surviving ranks, or that they go on (process_elastic.h). Prints a line for each check, and a verdict at the
@@ -22,6 +23,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/accelerator/captured_training.h"
 #include "tests/accelerator/collectives.h"
 #include "tests/accelerator/process_elastic.h"
 #include "tests/accelerator/rank_processes.h"
@@ -40,7 +42,8 @@ using std::chrono::seconds;
 using std::chrono::steady_clock;
 using testing_support::seeded;
 
-constexpr int kSurvived = 3;  // the exit code of a rank that has got a CommError
+constexpr const char* kChecks = "checks:";  // a part that runs checks: all, or the one with the name that follows
+constexpr int kSurvived = 3;                // the exit code of a rank that has got a CommError
 constexpr int kProcessesAtOnce = 16;
 constexpr seconds kLimitOfChecks{180}, kLimitOfFailures{75};
 
@@ -61,19 +64,25 @@ class Checks {
     store_ = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
   }
 
-  int run() {
+  // `only`: runs the check of this name; empty: all.
+  int run(const std::string& only) {
+    only_ = only;
     check("collectives", [&] { return compare(collectives::reduce_all, *comm_, is_exact_); });
     check("moves of all types", [&] { return compare(collectives::move_all, *comm_, true); });
     check("sums in rank order", [&] { return sums_in_rank_order(); });
     check("two groups at once", [&] { return two_groups(); });
     check("parity with CPUs", [&] { return parity(); });
     check("random delays", [&] { return delays(); });
+    check("captured steps", [&] { return captured_steps(); });
     check("checkpoints", [&] { return checkpoints(); });
+    if (!has_run_) throw std::invalid_argument("there is no check '" + only + "'");
     return failures_ > 0 ? 1 : 0;
   }
 
  private:
   void check(const char* name, const std::function<std::string()>& body) {
+    if (!only_.empty() && only_ != name) return;
+    has_run_ = true;
     const auto began = steady_clock::now();
     const int before = failures_;
     const std::string figures = body();
@@ -196,6 +205,23 @@ class Checks {
     return c10::str(count, " runs are equal bit for bit");
   }
 
+  // Steps that are CUDA graphs, with the bits of the loop. captured_step_test runs all cases on the simulation.
+  std::string captured_steps() {
+    int count = 0;
+    for (const captured_training::Case& of : captured_training::cases()) {
+      if (of.world != size_ || (is_exact_ && count == 3)) continue;
+      const auto began = steady_clock::now();
+      const auto group = of.rank_order_sums ? group_in_rank_order() : comm_;
+      const auto folder = std::filesystem::path(std::getenv(kFolder)) / of.name;
+      const State expected = captured_training::train(of, /*captures=*/false, folder, group);
+      const State got = captured_training::train(of, /*captures=*/true, folder, group);
+      if (const auto text = accelerator_training::difference(expected, got); !text.empty()) fail(of.name + ":" + text);
+      ++count;
+      std::printf("%s: %.1f s\n", of.name.c_str(), seconds_since(began));
+    }
+    return c10::str(count, " cases are equal bit for bit to the loop");
+  }
+
   // Saved by two ranks; loaded by all, and by one rank on a CPU.
   std::string checkpoints() {
     const auto pair = comm_->split(comm_->rank() < 2 ? 0 : -1);
@@ -243,6 +269,8 @@ class Checks {
   const bool is_exact_;  // the simulation adds as gloo does
   c10::intrusive_ptr<c10d::Store> store_;
   int failures_ = 0;
+  std::string only_;
+  bool has_run_ = false;
 };
 
 // One rank's failure in its third step, and the text that the others' errors must contain; "%" is its rank.
@@ -301,7 +329,7 @@ int rank_main(const std::string& part) {
         death != std::end(kElasticDeaths))
       return train_elastically(*death);
     const auto comm = accelerator::init_on_shared_device({.timeout = seconds(60)});
-    if (part == "checks") return Checks(comm).run();
+    if (part.starts_with(kChecks)) return Checks(comm).run(part.substr(std::string_view(kChecks).size()));
     const auto* const failure = std::ranges::find(kFailures, part, &Failure::name);
     if (failure == std::end(kFailures)) throw std::invalid_argument("there is no part " + part);
     return train_until_failure(*failure, comm);
@@ -318,8 +346,8 @@ std::string lines_of_checks(const std::string& output) {
 }
 
 // Prints the lines of the ranks; returns whether all ended well.
-bool run_checks(const std::string& program, int world) {
-  RankProcesses group(program, "checks", world);
+bool run_checks(const std::string& program, const std::string& only, int world) {
+  RankProcesses group(program, kChecks + only, world);
   bool is_right = true;
   for (int rank = 0; rank < world; ++rank) {
     const int code = group.wait(rank, kLimitOfChecks);
@@ -380,9 +408,8 @@ std::vector<FailurePart> failures() {
 
 // Runs several parts at once, because they mostly wait. Each process has its turns on the device. Returns the number of
 // parts that were wrong.
-int wrong_failures(const std::string& program, int world) {
+int wrong_failures(const std::string& program, const std::vector<FailurePart>& parts, int world) {
   int wrong = 0;
-  const auto parts = failures();
   const auto at_once = static_cast<size_t>(std::max(1, kProcessesAtOnce / world));
   for (size_t begin = 0; begin < parts.size(); begin += at_once) {
     const size_t end = std::min(parts.size(), begin + at_once);
@@ -394,15 +421,17 @@ int wrong_failures(const std::string& program, int world) {
   return wrong;
 }
 
-int supervise(const std::string& program, const std::vector<int>& worlds) {
+int supervise(const std::string& program, const std::vector<int>& worlds, const std::string& only) {
   int wrong = 0, parts = 0;
   const auto began = steady_clock::now();
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
+  std::vector<FailurePart> selected = failures();
+  std::erase_if(selected, [&](const FailurePart& part) { return !only.empty() && part.name != only; });
+  const bool has_checks = only.empty() || selected.empty();
   for (const int world : worlds) {
-    ++parts;
-    wrong += run_checks(program, world) ? 0 : 1;
-    parts += static_cast<int>(failures().size());
-    wrong += wrong_failures(program, world);
-    std::fflush(stdout);
+    parts += static_cast<int>(selected.size()) + (has_checks ? 1 : 0);
+    if (has_checks) wrong += run_checks(program, only, world) ? 0 : 1;
+    wrong += wrong_failures(program, selected, world);
   }
   std::printf("ranks as processes: %s, %d of %d parts, %.0f s\n", wrong > 0 ? "FAILED" : "passed", parts - wrong, parts,
               seconds_since(began));
@@ -413,13 +442,20 @@ int supervise(const std::string& program, const std::vector<int>& worlds) {
 }  // namespace tessera::process_ranks
 
 int main(int argc, char** argv) {
-  if (tessera::launched()) return tessera::process_ranks::rank_main(argc > 1 ? argv[1] : "checks");
+  if (tessera::launched()) return tessera::process_ranks::rank_main(argc > 1 ? argv[1] : "checks:");
   std::vector<int> worlds;
-  for (int i = 1; i < argc; ++i) worlds.push_back(std::atoi(argv[i]));
+  std::string only;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    if (std::ranges::all_of(word, [](char c) { return c >= '0' && c <= '9'; }))
+      worlds.push_back(std::atoi(argv[i]));
+    else
+      only = word;
+  }
   if (worlds.empty()) worlds.push_back(2);
   if (std::ranges::any_of(worlds, [](int world) { return world < 2 || world > 16; })) {
     std::fprintf(stderr, "accelerator_ranks: world sizes are 2 to 16\n");
     return 2;
   }
-  return tessera::process_ranks::supervise(argv[0], worlds);
+  return tessera::process_ranks::supervise(argv[0], worlds, only);
 }
