@@ -45,6 +45,12 @@ void check(const GptOptions& options) {
   }
 }
 
+// Linear::forward() of libtorch adds the bias by an operator of its own if the input has three dimensions. That is
+// slower on GPUs, most of all under autocast, where the sum is of two dtypes.
+at::Tensor affine(const torch::nn::Linear& linear, const at::Tensor& x) {
+  return at::linear(x, linear->weight, linear->bias);
+}
+
 }  // namespace
 
 CausalSelfAttentionImpl::CausalSelfAttentionImpl(const GptOptions& options, int64_t layer) : heads_(options.heads) {
@@ -60,10 +66,10 @@ CausalSelfAttentionImpl::CausalSelfAttentionImpl(const GptOptions& options, int6
 at::Tensor CausalSelfAttentionImpl::forward(const at::Tensor& x) {
   const auto batch = x.size(0), length = x.size(1), width = x.size(2);
   // [B, T, 3 * width] -> query, key and value, each [B, heads, T, width / heads]
-  const auto qkv = qkv_->forward(x).view({batch, length, 3, heads_, width / heads_}).permute({2, 0, 3, 1, 4});
+  const auto qkv = affine(qkv_, x).view({batch, length, 3, heads_, width / heads_}).permute({2, 0, 3, 1, 4});
   const auto mixed = at::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], /*attn_mask=*/{}, /*dropout_p=*/0.0,
                                                       /*is_causal=*/true, scale_);
-  return projection_->forward(mixed.transpose(1, 2).reshape({batch, length, width}));
+  return affine(projection_, mixed.transpose(1, 2).reshape({batch, length, width}));
 }
 
 BlockImpl::BlockImpl(const GptOptions& options, int64_t layer) {
@@ -76,7 +82,7 @@ BlockImpl::BlockImpl(const GptOptions& options, int64_t layer) {
 
 at::Tensor BlockImpl::forward(const at::Tensor& x) {
   const auto attended = x + attention_->forward(attention_norm_->forward(x));
-  return attended + projection_->forward(at::gelu(expand_->forward(mlp_norm_->forward(attended)), "tanh"));
+  return attended + affine(projection_, at::gelu(affine(expand_, mlp_norm_->forward(attended)), "tanh"));
 }
 
 GptImpl::GptImpl(const GptOptions& options) : options_(options) {
