@@ -192,45 +192,61 @@ class LocalModel final : public Trainable {
   mutable Optimizer optimizer_;
 };
 
+// What steps before Trainable::step(), and the largest norm of gradients.
+struct EarlySteps {
+  enum Kind { kNone, kInBackward, kCaptured } kind = kNone;
+  double largest_norm = std::numeric_limits<double>::infinity();
+};
+
 // --wrapper ddp, oss, sdp and fsdp: the ZeRO stage that `zero` names. In stage 3 each block is a unit.
 template <class Optimizer, class Options>
 class DistributedModel final : public Trainable {
  public:
-  // Sets the groups and the wrap policy of `zero`. With `largest_norm`, steps during backward, and clips to that norm.
+  // Sets the groups and the wrap policy of `zero`.
   DistributedModel(Gpt model, const Options& options, Mixed mixed, std::shared_ptr<tessera::Communicator> comm,
-                   tessera::ZeroOptions zero, std::optional<double> largest_norm = std::nullopt)
+                   tessera::ZeroOptions zero, EarlySteps early)
       : mixed_(std::move(mixed)),
         units_(tessera::internal::plan_units(*model, tessera::wrap_modules<BlockImpl>()).size()),
         zero_(model, options, std::move(comm), completed(std::move(zero), model, options)) {
-    if (!largest_norm) return;
+    if (early.kind == EarlySteps::kNone) return;
     if (mixed_.scaler() != nullptr)
       throw std::invalid_argument(
-          "--step-in-backward with --dtype fp16, whose scaler may skip a step after backward; use bf16 or fp32");
-    early_.emplace(dynamic_cast<tessera::FullyShardedModule&>(zero_.wrapper()),
-                   dynamic_cast<tessera::PartialStep&>(zero_.optimizer()),
-                   tessera::StepInBackwardOptions{.max_norm = *largest_norm, .speculative = true});
+          "--step-in-backward and --capture with --dtype fp16, whose scaler may skip a step after backward; use bf16 "
+          "or "
+          "fp32");
+    if (early.kind == EarlySteps::kInBackward)
+      in_backward_.emplace(dynamic_cast<tessera::FullyShardedModule&>(zero_.wrapper()),
+                           dynamic_cast<tessera::PartialStep&>(zero_.optimizer()),
+                           tessera::StepInBackwardOptions{.max_norm = early.largest_norm, .speculative = true});
+    else
+      captured_.emplace(
+          zero_.wrapper(), zero_.optimizer(), [this](const auto& in) { return loss_of(in[0], in[1]); },
+          early.largest_norm);
   }
 
   at::Tensor forward(const at::Tensor& tokens) override {
     return mixed_.compute([&] { return zero_(tokens); });
   }
   at::Tensor add_gradients(const Batch& batch, double scale, bool last_of_step) override {
+    if (captured_) return (*captured_)({batch.inputs, batch.targets});
     std::optional<tessera::ScopeExit> without_reduction;
     if (!last_of_step) without_reduction.emplace(zero_.no_sync());
-    const auto loss = mixed_.compute([&] { return language_model_loss(zero_(batch.inputs), batch.targets); });
+    const auto loss = loss_of(batch.inputs, batch.targets);
     mixed_.backward(loss * scale);
     return loss.detach();
   }
   double clip_grad_norm(double max_norm) override {
-    if (early_) return early_->finish().value();
+    if (in_backward_) return in_backward_->finish().value();
+    if (captured_) return captured_->norm();
     mixed_.before_clipping(zero_.optimizer());
     return zero_.clip_grad_norm_(max_norm);
   }
   void step() override {
-    if (!early_) mixed_.step(zero_.optimizer());
+    if (!steps_early()) mixed_.step(zero_.optimizer());
   }
+  bool steps_early() const override { return in_backward_ || captured_; }
   std::optional<double> suggested_device_fraction() const override {
-    return early_ ? std::optional(early_->suggested_device_fraction()) : std::nullopt;
+    return in_backward_ ? std::optional(in_backward_->suggested_device_fraction()) : std::nullopt;
   }
   tessera::ShardedGradScaler* scaler() override { return mixed_.scaler(); }
   void zero_grad() override { zero_.zero_grad(); }
@@ -270,6 +286,9 @@ class DistributedModel final : public Trainable {
   }
 
  private:
+  at::Tensor loss_of(const at::Tensor& inputs, const at::Tensor& targets) {
+    return mixed_.compute([&] { return language_model_loss(zero_(inputs), targets); });
+  }
   static tessera::ZeroOptions completed(tessera::ZeroOptions zero, const Gpt& model, const Options& options) {
     zero.groups = [matrices = matrix_names(*model), options](const tessera::ZeroOptions::Parameters& parameters) {
       return groups_of(parameters, matrices, options);
@@ -281,7 +300,8 @@ class DistributedModel final : public Trainable {
   Mixed mixed_;
   size_t units_;
   mutable tessera::Zero<Gpt, Optimizer> zero_;
-  std::optional<tessera::StepInBackward> early_;  // with --step-in-backward
+  std::optional<tessera::StepInBackward> in_backward_;  // with --step-in-backward
+  std::optional<tessera::CapturedStep> captured_;       // with --capture
 };
 
 class WithEma final : public Trainable {
@@ -306,6 +326,7 @@ class WithEma final : public Trainable {
   tessera::ShardedGradScaler* scaler() override { return model_->scaler(); }
   tessera::ModelShards& shards() override { return ema_->with_model(); }
   tessera::ModelShards& own_shards() override { return model_->shards(); }
+  bool steps_early() const override { return model_->steps_early(); }
   std::optional<double> suggested_device_fraction() const override { return model_->suggested_device_fraction(); }
   void restart_average() override { ema_.emplace(model_->shards(), options_); }
   NamedTensors full_state() override { return model_->full_state(); }
@@ -335,17 +356,18 @@ std::unique_ptr<Trainable> wrap_as(Gpt model, const TrainOptions& options,
     zero.fsdp.wire = {tessera::WireFormat::kInt8Blocks, tessera::WireFormat::kInt8Blocks};
     zero.sdp.wire = tessera::WireFormat::kInt8Blocks;
   }
+  EarlySteps early{.kind = options.capture            ? EarlySteps::kCaptured
+                           : options.step_in_backward ? EarlySteps::kInBackward
+                                                      : EarlySteps::kNone};
+  if (options.clip > 0) early.largest_norm = options.clip;
   if (options.offload == Offload::kNone)
     return std::make_unique<DistributedModel<Optimizer, Options>>(std::move(model), own, std::move(mixed),
-                                                                  std::move(comm), std::move(zero));
+                                                                  std::move(comm), std::move(zero), early);
   zero.fsdp.offload = {.params = true, .grads = true, .device_fraction = options.device_fraction};
   zero.oss.offload = {.params = true, .grads = true};
   if (options.offload == Offload::kDisk) zero.fsdp.offload.directory = options.offload_directory.string();
-  std::optional<double> largest_norm;
-  if (options.step_in_backward)
-    largest_norm = options.clip > 0 ? options.clip : std::numeric_limits<double>::infinity();
   return std::make_unique<DistributedModel<Offloaded, Options>>(std::move(model), own, std::move(mixed),
-                                                                std::move(comm), std::move(zero), largest_norm);
+                                                                std::move(comm), std::move(zero), early);
 }
 
 // Ranks that are threads of one process share torch's generator, so they draw one after the other.
@@ -384,7 +406,8 @@ Gpt draw_model(const TrainOptions& options, at::Device device) {
 std::unique_ptr<Trainable> wrap(Gpt model, const TrainOptions& options, std::shared_ptr<tessera::Communicator> comm) {
   using namespace tessera;
   switch (options.optimizer) {
-    case OptimizerKind::kAdamW:
+    case OptimizerKind::kAdamW:  // on a GPU torch's own has some ten launches for each parameter
+      if (comm->device().is_cuda()) return wrap_as<AdamW, torch::optim::AdamWOptions, HostAdamW>(model, options, comm);
       return wrap_as<torch::optim::AdamW, torch::optim::AdamWOptions, HostAdamW>(model, options, comm);
     case OptimizerKind::kAdamW8bit:
       return wrap_as<AdamW8bit, AdamW8bitOptions>(model, options, comm);

@@ -43,12 +43,14 @@ class Trainable {
   // step the gradients are averages over the ranks; before it they must not be read.
   virtual at::Tensor add_gradients(const Batch& batch, double scale, bool last_of_step) = 0;
 
-  // Scales the gradients down to at most this norm; returns the norm before. With --step-in-backward, backward and this
-  // function step, and step() does nothing.
+  // Scales the gradients down to at most this norm; returns the norm before.
   virtual double clip_grad_norm(double max_norm) = 0;
   virtual void step() = 0;
   virtual void zero_grad() = 0;
 
+  // Whether parameters change before step(), which then does nothing: with --step-in-backward in backward and in
+  // clip_grad_norm(), with --capture in add_gradients(), which also clears the gradients first.
+  virtual bool steps_early() const { return false; }
   // With --step-in-backward: what StepInBackward suggests for --device-fraction.
   virtual std::optional<double> suggested_device_fraction() const { return std::nullopt; }
 

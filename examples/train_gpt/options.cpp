@@ -172,6 +172,8 @@ po::options_description describe_ranks(TrainOptions& options, RawOptions& raw) {
       "fsdp with --offload: the fraction of parameters that stays on the device and is stepped there")(
       "step-in-backward", po::bool_switch(&options.step_in_backward),
       "fsdp with --offload and AdamW: step each unit on the host during backward")(
+      "capture", po::bool_switch(&options.capture),
+      "on a GPU: replay each step as one CUDA graph, which saves the host's time (docs/gpu.md)")(
       "threads", number(&options.threads),
       "threads of each rank; 0: OMP_NUM_THREADS, or the machine's cores divided by its ranks");
   examples::describe_device(ranks, options.compute);
@@ -354,6 +356,19 @@ void check_values(const TrainOptions& options) {
 }
 
 // Refuses options that contradict each other or have no effect.
+void check_capture(const TrainOptions& options) {
+  if (!options.capture) return;
+  const std::pair<bool, const char*> others[] = {
+      {options.wrapper == Wrapper::kLocal, "--wrapper local"},
+      {options.offload != Offload::kNone, "--offload"},
+      {options.accumulate > 1, "--accumulate"},
+      {options.elastic, "--elastic"},
+      {options.plan, "--plan, which counts eager steps"},
+  };
+  for (const auto& [is_given, name] : others)
+    if (is_given) throw OptionsError(std::string("--capture does not work with ") + name);
+}
+
 void check_together(const TrainOptions& options, const po::variables_map& values) {
   const auto& model = options.model;
   if (model.width % model.heads != 0) {
@@ -389,6 +404,7 @@ void check_together(const TrainOptions& options, const po::variables_map& values
     throw OptionsError("--step-in-backward has no effect without --wrapper fsdp and --offload");
   if (options.step_in_backward && options.optimizer != OptimizerKind::kAdamW)
     throw OptionsError(std::string("--step-in-backward is for --optimizer adamw, not ") + name_of(options.optimizer));
+  check_capture(options);
   for (const char* name : {"elastic-batch", "copy-every", "rendezvous", "restarts"})
     if (!options.elastic && given(values, name))
       throw OptionsError("--" + std::string(name) + " has no effect without --elastic");

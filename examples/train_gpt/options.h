@@ -57,6 +57,7 @@ struct TrainOptions {
   std::filesystem::path offload_directory;  // kDisk
   double device_fraction = 0;               // kFsdp with offload
   bool step_in_backward = false;            // kFsdp with offload
+  bool capture = false;                     // replay each step as one CUDA graph
   int threads = 0;                          // 0: those of tessera::init()
   examples::ComputeOptions compute;
 

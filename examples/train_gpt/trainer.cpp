@@ -86,9 +86,8 @@ StepReport Trainer::train_step(int64_t step, const std::function<void()>& before
   const auto start = Clock::now();
   StepReport report{.step = step + 1};
   model_.zero_grad();
-  if (schedule_ != nullptr) schedule_->set_step(step);  // before backward, which may step
-  const bool steps_in_backward = model_.suggested_device_fraction().has_value();
-  if (steps_in_backward) before_update();
+  if (schedule_ != nullptr) schedule_->set_step(step);  // before an early step
+  if (model_.steps_early()) before_update();
   at::Tensor loss = torch::zeros({}, comm_.device());
   const double scale = 1.0 / static_cast<double>(shape_.accumulation);
   for (int64_t micro = 0; micro < shape_.accumulation; ++micro) {
@@ -97,7 +96,7 @@ StepReport Trainer::train_step(int64_t step, const std::function<void()>& before
     loss += model_.add_gradients(batch, scale, micro + 1 == shape_.accumulation) * scale;
   }
   report.grad_norm = model_.clip_grad_norm(clip_);
-  if (!steps_in_backward) before_update();
+  if (!model_.steps_early()) before_update();
   report.lr = model_.optimizer().param_groups().front().options().get_lr();
   model_.step();
   report.loss = mean_over_ranks({loss.item<double>()}).front();
