@@ -26,13 +26,19 @@ import models  # noqa: E402
 LEARNING_RATE, LARGEST_NORM = 1e-4, 100.0
 
 
-def make_model(settings, device):
+def make_model(settings, device, inputs_on):
     """The model, its units and the loss of a forward."""
-    layers, width, batch = (int(settings[name]) for name in ("layers", "width", "batch"))
-    if settings["model"] == "chain":
-        model = nn.Sequential(*(nn.Linear(width, width, device=device) for _ in range(layers)))
-        x = torch.randn(batch, width)
-        return model, list(model), lambda wrapped, to: wrapped(x.to(to)).square().mean()
+    width, batch = int(settings["width"]), int(settings["batch"])
+    if settings["model"] in ("chain", "mlp"):
+        if settings["model"] == "chain":
+            units = [nn.Linear(width, width, device=device) for _ in range(int(settings["layers"]))]
+            model = nn.Sequential(*units)
+        else:
+            units = [nn.Linear(width, width // 2, device=device), nn.Linear(width // 2, 10, device=device)]
+            model = nn.Sequential(units[0], nn.ReLU(), units[1])
+        x = torch.randn(batch, width, device=inputs_on)
+        return model, units, lambda wrapped: wrapped(x).square().mean()
+    layers = int(settings["layers"])
     vocabulary, context = int(settings["vocabulary"]), int(settings["context"])
     with torch.device(device):
         model = models.Gpt(vocabulary, layers, width, int(settings["heads"]), context)
@@ -40,8 +46,8 @@ def make_model(settings, device):
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=width**-0.5)
-    tokens = torch.randint(vocabulary, (batch, context + 1))
-    return model, list(model.blocks), lambda wrapped, to: wrapped(tokens[:, :-1].to(to), tokens[:, 1:].to(to))
+    tokens = torch.randint(vocabulary, (batch, context + 1), device=inputs_on)
+    return model, list(model.blocks), lambda wrapped: wrapped(tokens[:, :-1], tokens[:, 1:])
 
 
 def synchronize(device):
@@ -51,7 +57,7 @@ def synchronize(device):
 
 def measure(settings, variant, device):
     offloads = settings.get("offload") == "1"
-    model, units, loss = make_model(settings, "cpu" if offloads else device)
+    model, units, loss = make_model(settings, "cpu" if offloads else device, device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if variant == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -72,13 +78,13 @@ def measure(settings, variant, device):
     def step():
         optimizer.zero_grad()
         with torch.autocast(device, torch.bfloat16, enabled=variant == "ddp"):
-            value = loss(wrapped, device)
+            value = loss(wrapped)
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
         optimizer.step()
 
     steps = int(settings["steps"])
-    warm_up = max(2, steps // 4)
+    warm_up = max(5, steps // 4)
     for _ in range(warm_up):
         step()
     synchronize(device)
@@ -95,6 +101,10 @@ def measure(settings, variant, device):
         step()
         host_s += (time.perf_counter() - idle) / warm_up
         synchronize(device)
+    if "trace" in settings:  # a profile of two steps
+        with torch.profiler.profile() as profile:
+            step(), step(), synchronize(device)
+        profile.export_chrome_trace(f"{settings['trace']}.{variant}.json")
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     return {"variant": variant, "parameters": parameters, "step_ms": 1e3 * step_s, "host_ms": 1e3 * host_s, "peak_bytes": peak}
 

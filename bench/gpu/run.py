@@ -26,31 +26,36 @@ LARGE = {**GPT2, "layers": 48, "width": 1600, "heads": 25, "batch": 8}
 HUGE = {**GPT2, "layers": 36, "width": 2560, "heads": 20, "batch": 4, "steps": 8}
 WIDE = {"model": "chain", "layers": 24, "width": 4096, "batch": 2048}
 DEEP = {"model": "chain", "layers": 200, "width": 512, "batch": 2048}
+MLP = {"model": "mlp", "width": 256, "batch": 128, "steps": 200}
 FSDP = (["fsdp", "fsdp-kept"], ["fsdp2", "fsdp2-kept", "fsdp2-compiled"])
 # Title, settings, variants of Tessera and of PyTorch. The most important rows first.
 ROWS = [
     ("GPT-2 124M, FSDP", SMALL, *FSDP),
-    ("GPT-2 124M, whole replicas under autocast", SMALL, ["ddp", "sdp"], ["ddp"]),
+    ("GPT-2 124M, whole replicas under autocast", SMALL, ["ddp", "sdp", "ddp-captured"], ["ddp"]),
     ("24 x Linear(4096), FSDP", WIDE, *FSDP),
-    ("200 x Linear(512), FSDP", DEEP, *FSDP),
+    ("200 x Linear(512), FSDP", DEEP, ["fsdp", "fsdp-kept", "fsdp-captured"], FSDP[1]),
+    ("MLP 256-128-10, FSDP", MLP, ["fsdp", "fsdp-captured"], ["fsdp2"]),
     ("GPT-2 1.6B, FSDP", LARGE, *FSDP),
     ("24 x Linear(4096), FSDP, offload", {**WIDE, "offload": 1}, ["fsdp", "fsdp-early"], ["fsdp2"]),
     ("GPT-2 124M, FSDP, offload", {**SMALL, "offload": 1}, ["fsdp", "fsdp-early"], ["fsdp2"]),
     ("GPT 3B, FSDP", HUGE, ["fsdp"], []),
-    ("GPT 3B, FSDP, offload", {**HUGE, "offload": 1}, ["fsdp-early"], []),
+    # The part on the device fills 40 GiB, with gradients and activations.
+    ("GPT 3B, FSDP, offload", {**HUGE, "offload": 1, "device_fraction": 0.6}, ["fsdp-early"], []),
 ]
 TINY = {"layers": 2, "width": 32, "heads": 2, "vocabulary": 64, "context": 16, "batch": 4, "steps": 2}
 NAMES = {
-    "fsdp": "Tessera FSDP", "fsdp-early": "Tessera FSDP, step in backward", "fsdp-kept": "Tessera FSDP, no reshard", "ddp": "DDP", "sdp": "Tessera OSS + SDP",
-    "fsdp2": "FSDP2", "fsdp2-kept": "FSDP2, no reshard", "fsdp2-compiled": "FSDP2, compiled",
+    "fsdp": "Tessera FSDP", "fsdp-early": "Tessera FSDP, step in backward", "fsdp-kept": "Tessera FSDP, no reshard",
+    "fsdp-captured": "Tessera FSDP, captured step", "ddp": "Tessera DDP", "ddp-captured": "Tessera DDP, captured step",
+    "sdp": "Tessera OSS + SDP",
 }  # fmt: skip
+PEER_NAMES = {"ddp": "PyTorch DDP", "fsdp2": "FSDP2", "fsdp2-kept": "FSDP2, no reshard", "fsdp2-compiled": "FSDP2, compiled"}
 # Tokens a second on one H100, as llm.c's author has published them; not measured here.
 PUBLISHED = {"GPT-2 124M, FSDP": 463_000, "GPT-2 1.6B, FSDP": 46_800}
 
 
 def flops_of(settings, parameters):
     """Operations of a step: 6 for each parameter and token, and causal attention's products."""
-    if settings["model"] == "chain":
+    if settings["model"] != "gpt":
         return 6 * parameters * settings["batch"]
     attention = 6 * settings["layers"] * settings["width"] * settings["context"]
     return (6 * parameters + attention) * settings["batch"] * settings["context"]
@@ -86,26 +91,29 @@ class Run:
 
     def tessera(self, title, settings, variant):
         wrapper, _, kind = variant.partition("-")
-        more = {"wrapper": wrapper, "kept": int(kind == "kept"), "in_backward": int(kind == "early")}
-        name = "Tessera DDP" if variant == "ddp" else NAMES[variant]
-        lines = self.own_lines(title, {**settings, **more}, name)
+        flags = {"kept": kind == "kept", "in_backward": kind == "early", "captured": kind == "captured"}
+        settings = {**settings, "wrapper": wrapper, **{flag: int(value) for flag, value in flags.items()}}
+        lines = self.own_lines(title, settings, NAMES[variant])
+        if "device_fraction" in settings:
+            return lines
         # Again with the part on the device that hides the host's steps, as the first run has measured it.
         for fraction in [line["suggested_fraction"] for line in lines if line["suggested_fraction"] > 0]:
-            on_device = {"device_fraction": round(fraction, 2)}
-            lines += self.own_lines(title, {**settings, **more, **on_device}, f"{name}, {fraction:.0%} on the device")
+            lines += self.own_lines(title, {**settings, "device_fraction": round(fraction, 2)}, NAMES[variant])
         return lines
 
     def own_lines(self, title, settings, name):
+        if "device_fraction" in settings:
+            name += f", {settings['device_fraction']:.0%} on the device"
         lines = self.lines_of([self.args.build / "bench/gpu_bench", *self.words(settings)], f"{title}, {name}")
         repeated = [f", {line['times_taken_back']} steps repeated" if line["times_taken_back"] else "" for line in lines]
         return [{**line, "name": name + again} for line, again in zip(lines, repeated)]
 
     def peers(self, title, settings, variants):
-        if not self.args.python:
+        if not self.args.python or not variants:
             return []
         command = [*self.args.python.split(), HERE / "peers.py", f"variants={','.join(variants)}", *self.words(settings)]
         lines = self.lines_of(command, f"{title}, PyTorch")
-        return [{**line, "name": "PyTorch DDP" if line["variant"] == "ddp" else NAMES[line["variant"]]} for line in lines]
+        return [{**line, "name": PEER_NAMES[line["variant"]]} for line in lines]
 
     def peak_rate(self):
         width = 256 if self.args.tiny else 8192

@@ -3,18 +3,23 @@
 //     gpu_bench device=cuda model=gpt layers=12 width=768 heads=12 vocabulary=50304 context=1024 batch=16 wrapper=fsdp
 //
 // One rank, so the figures show the overhead of a wrapper over the kernels. bench/gpu/peers.py takes the same settings
-// and trains the same models under PyTorch. Prints one line of JSON.
+// and trains the same models under PyTorch. Prints one line of JSON. trace=FILE also writes a profile of two steps.
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/profiler_kineto.h>
+#include <torch/library.h>
 #include <torch/torch.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <functional>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -52,16 +57,42 @@ class Settings {
     return *number;
   }
   double real(const std::string& name) const {
-    if (!values_.contains(name)) return 0;
+    if (!has(name)) return 0;
     const auto number = number_in<double>(text(name));
     if (!number) throw std::invalid_argument("gpu_bench: " + name + "=" + text(name) + "; expected a number");
     return *number;
   }
-  bool flag(const std::string& name) const { return values_.contains(name) && number(name) != 0; }
+  bool has(const std::string& name) const { return values_.contains(name); }
+  bool flag(const std::string& name) const { return has(name) && number(name) != 0; }
 
  private:
   std::map<std::string, std::string> values_;
 };
+
+// Fills large tensors for at::uniform_() and at::normal_(), with a standard deviation as that of a uniform
+// distribution. libtorch draws billions of values on one thread, which takes longer than the steps.
+at::Tensor& fill(at::Tensor& self, double from, double to) {
+  float* const values = self.data_ptr<float>();
+  at::parallel_for(0, self.numel(), 1 << 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      uint64_t hash = static_cast<uint64_t>(i + 1) * 0x9E3779B97F4A7C15U;  // SplitMix64
+      hash = (hash ^ (hash >> 30)) * 0xBF58476D1CE4E5B9U;
+      hash = (hash ^ (hash >> 27)) * 0x94D049BB133111EBU;
+      values[i] = static_cast<float>(from + (to - from) * (static_cast<double>(hash >> 40) * 0x1p-24));
+    }
+  });
+  return self;
+}
+at::Tensor& fill_uniform(at::Tensor& self, double from, double to, std::optional<at::Generator> /*generator*/) {
+  return fill(self, from, to);
+}
+at::Tensor& fill_normal(at::Tensor& self, double mean, double std, std::optional<at::Generator> /*generator*/) {
+  return fill(self, mean - std::sqrt(3) * std, mean + std::sqrt(3) * std);
+}
+TORCH_LIBRARY_IMPL(aten, CPU, library) {
+  library.impl("uniform_", TORCH_FN(fill_uniform));
+  library.impl("normal_", TORCH_FN(fill_normal));
+}
 
 void synchronize(at::Device device) {
   if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
@@ -74,14 +105,29 @@ double milliseconds_since(Clock::time_point began) {
 // The means over `steps`, after a warm-up.
 struct Measured {
   double step_ms = 0;
-  double host_ms = 0;             // until the host has started all work of a step that begins with an idle device
-  int64_t peak_bytes = 0;         // device memory of tensors; 0 on CPUs
+  double host_ms = 0;  // until the host has started all work of a step that begins with an idle device
+  // Device memory of tensors, or with captured all that the allocator holds, which does not count a graph's tensors. 0
+  // on CPUs.
+  int64_t peak_bytes = 0;
   double suggested_fraction = 0;  // with in_backward: StepInBackward::suggested_device_fraction()
   int64_t times_taken_back = 0;   // with in_backward: of all steps, warm-up included
 };
 
-Measured measure(int64_t steps, at::Device device, const std::function<void()>& step) {
-  const auto warm_up = std::max<int64_t>(2, steps / 4);
+// Writes a profile of two steps, which chrome://tracing shows: the operators of the host and the kernels of the device.
+void write_trace(const std::string& path, at::Device device, const std::function<void()>& step) {
+  using namespace torch::profiler::impl;
+  const ProfilerConfig config(ProfilerState::KINETO);
+  const std::set<ActivityType> activities{ActivityType::CPU, ActivityType::CUDA};
+  torch::autograd::profiler::prepareProfiler(config, activities);
+  torch::autograd::profiler::enableProfiler(config, activities);
+  for (int i = 0; i < 2; ++i) step();
+  synchronize(device);
+  torch::autograd::profiler::disableProfiler()->save(path);
+}
+
+Measured measure(const Settings& settings, at::Device device, const std::function<void()>& step) {
+  const int64_t steps = settings.number("steps");
+  const auto warm_up = std::max<int64_t>(5, steps / 4);  // CapturedStep captures in its fourth step
   for (int64_t i = 0; i < warm_up; ++i) step();
   synchronize(device);
   if (!device.is_cpu()) c10::getDeviceAllocator(device.type())->resetPeakStats(device.index());
@@ -99,8 +145,10 @@ Measured measure(int64_t steps, at::Device device, const std::function<void()>& 
   if (!device.is_cpu()) {
     using c10::CachingAllocator::StatType;
     const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
-    measured.peak_bytes = stats.allocated_bytes[static_cast<size_t>(StatType::AGGREGATE)].peak;
+    const auto& bytes = settings.flag("captured") ? stats.reserved_bytes : stats.allocated_bytes;
+    measured.peak_bytes = bytes[static_cast<size_t>(StatType::AGGREGATE)].peak;
   }
+  if (settings.has("trace")) write_trace(settings.text("trace"), device, step);
   return measured;
 }
 
@@ -110,7 +158,7 @@ double matmul_rate(const Settings& settings, at::Device device) {
   const auto options = at::TensorOptions().dtype(at::kBFloat16).device(device);
   const at::Tensor a = torch::randn({width, width}, options), b = torch::randn({width, width}, options);
   at::Tensor c = torch::empty({width, width}, options);
-  const Measured measured = measure(settings.number("steps"), device, [&] { at::matmul_out(c, a, b); });
+  const Measured measured = measure(settings, device, [&] { at::matmul_out(c, a, b); });
   return 2.0 * static_cast<double>(width * width * width) / (measured.step_ms / 1e3);
 }
 
@@ -123,33 +171,48 @@ struct GptLoss {
                                     .heads = settings.number("heads"),
                                     .context = settings.number("context"),
                                     .tie = true}),
-        tokens(torch::randint(settings.number("vocabulary"), {settings.number("batch"), settings.number("context") + 1},
+        inputs(torch::randint(settings.number("vocabulary"), {settings.number("batch"), settings.number("context") + 1},
                               at::kLong)) {}
-  void to(at::Device device) { tokens = tokens.to(device); }
   template <class Wrapper>
-  at::Tensor operator()(Wrapper& wrapper) const {
+  static at::Tensor of(Wrapper& wrapper, const at::Tensor& tokens) {
     const at::Tensor logits = wrapper(tokens.slice(1, 0, -1));
     return at::cross_entropy_loss(logits.flatten(0, 1), tokens.slice(1, 1).flatten());
   }
   static auto units() { return tessera::wrap_modules<train_gpt::BlockImpl>(); }
   train_gpt::Gpt model;
-  at::Tensor tokens;
+  at::Tensor inputs;
 };
 
 struct ChainLoss {
   explicit ChainLoss(const Settings& settings) {
     const int64_t width = settings.number("width");
     for (int64_t i = 0; i < settings.number("layers"); ++i) model->push_back(torch::nn::Linear(width, width));
-    x = torch::randn({settings.number("batch"), width});
+    inputs = torch::randn({settings.number("batch"), width});
   }
-  void to(at::Device device) { x = x.to(device); }
   template <class Wrapper>
-  at::Tensor operator()(Wrapper& wrapper) const {
+  static at::Tensor of(Wrapper& wrapper, const at::Tensor& x) {
     return wrapper(x).square().mean();
   }
   static auto units() { return tessera::wrap_modules<torch::nn::LinearImpl>(); }
   torch::nn::Sequential model;
-  at::Tensor x;
+  at::Tensor inputs;
+};
+
+// A small network, whose step is the host's launches: `width` inputs, half as many hidden values, 10 outputs.
+struct MlpLoss {
+  explicit MlpLoss(const Settings& settings) {
+    const int64_t width = settings.number("width");
+    model =
+        torch::nn::Sequential(torch::nn::Linear(width, width / 2), torch::nn::ReLU(), torch::nn::Linear(width / 2, 10));
+    inputs = torch::randn({settings.number("batch"), width});
+  }
+  template <class Wrapper>
+  static at::Tensor of(Wrapper& wrapper, const at::Tensor& x) {
+    return wrapper(x).square().mean();
+  }
+  static auto units() { return tessera::wrap_modules<torch::nn::LinearImpl>(); }
+  torch::nn::Sequential model;
+  at::Tensor inputs;
 };
 
 template <class Loss>
@@ -157,27 +220,31 @@ Measured measure_wrapper(const Settings& settings, const std::shared_ptr<tessera
   const torch::optim::AdamWOptions adam(1e-4);
   const std::string& wrapper = settings.text("wrapper");
   const bool offloads = settings.flag("offload");
+  loss.inputs = loss.inputs.to(comm->device());
+  const auto loss_of = [&](auto& wrapped, bool casts, const at::Tensor& inputs) {
+    const tessera::Autocast autocast(comm->device().type(), at::kBFloat16, casts);
+    return loss.of(wrapped, inputs);
+  };
   const auto run = [&](auto& wrapped, torch::optim::Optimizer& optimizer, bool casts,
                        const std::function<void()>& clip_and_step) {
-    return measure(settings.number("steps"), comm->device(), [&] {
+    return measure(settings, comm->device(), [&] {
       optimizer.zero_grad();
-      at::Tensor value;
-      {
-        const tessera::Autocast autocast(comm->device().type(), at::kBFloat16, casts);
-        value = loss(wrapped);
-      }
-      value.backward();
+      loss_of(wrapped, casts, loss.inputs).backward();
       clip_and_step();
     });
   };
   const auto run_plain = [&](auto& wrapped, torch::optim::Optimizer& optimizer, bool casts) {
+    if (settings.flag("captured")) {
+      tessera::CapturedStep step(
+          wrapped, optimizer, [&](const auto& in) { return loss_of(wrapped, casts, in[0]); }, kLargestNorm);
+      return measure(settings, comm->device(), [&] { step({loss.inputs}); });
+    }
     return run(wrapped, optimizer, casts, [&] {
       wrapped.clip_grad_norm_on_device_(kLargestNorm);
       optimizer.step();
     });
   };
-  loss.to(comm->device());
-  if (!offloads) loss.model->to(comm->device());
+  loss.model->to(comm->device());
   if (wrapper == "fsdp") {
     tessera::FsdpOptions options;
     options.auto_wrap = Loss::units();
@@ -240,8 +307,10 @@ int main(int argc, char** argv) {
       result = result_of<GptLoss>(settings, comm);
     } else if (model == "chain") {
       result = result_of<ChainLoss>(settings, comm);
+    } else if (model == "mlp") {
+      result = result_of<MlpLoss>(settings, comm);
     } else {
-      throw std::invalid_argument("gpu_bench: model=" + model + "; expected matmul, gpt or chain");
+      throw std::invalid_argument("gpu_bench: model=" + model + "; expected matmul, gpt, chain or mlp");
     }
     std::printf("%s\n", result.dump().c_str());
     return 0;
