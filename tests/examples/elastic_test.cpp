@@ -24,10 +24,14 @@ namespace {
 using nlohmann::json;
 using tessera::testing_support::TemporaryFolder;
 
-std::vector<json> lines_of(const std::filesystem::path& file) {
+// `is_written`: by processes that may truncate the file and write on while it is read, so that a line may be damaged.
+std::vector<json> lines_of(const std::filesystem::path& file, bool is_written = false) {
   std::vector<json> lines;
   std::ifstream text(file);
-  for (std::string line; std::getline(text, line);) lines.push_back(json::parse(line));
+  for (std::string line; std::getline(text, line);) {
+    json parsed = json::parse(line, nullptr, /*allow_exceptions=*/!is_written);
+    if (!parsed.is_discarded()) lines.push_back(std::move(parsed));
+  }
   return lines;
 }
 
@@ -67,7 +71,7 @@ tessera::testing::ChildProcess start(const std::filesystem::path& out, int ranks
 void await(const std::filesystem::path& out, const std::string& field, size_t count) {
   const auto start = std::chrono::steady_clock::now();
   while (std::chrono::steady_clock::now() - start < std::chrono::seconds(60)) {
-    const auto lines = lines_of(out / "metrics.jsonl");
+    const auto lines = lines_of(out / "metrics.jsonl", /*is_written=*/true);
     if (static_cast<size_t>(std::ranges::count_if(lines, [&](const json& line) { return line.contains(field); })) >=
         count)
       return;
