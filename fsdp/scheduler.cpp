@@ -101,6 +101,7 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
 }
 
 ScopeExit Scheduler::pre_forward() {
+  auto call = std::make_shared<UserCall>(*this, "forward()");
   std::lock_guard lock(mutex_);
   if (inside_backward()) return ScopeExit(nullptr);  // backward recomputes a part of the model
   require_use("forward()");
@@ -113,7 +114,7 @@ ScopeExit Scheduler::pre_forward() {
   for (auto& unit : model_.units()) inspect(*unit);
   gradients_.begin_forward();
   unsharded_.pre_forward();
-  return ScopeExit([this, trains, exceptions = std::uncaught_exceptions()] {
+  return ScopeExit([this, call, trains, exceptions = std::uncaught_exceptions()] {
     const bool has_failed = std::uncaught_exceptions() != exceptions;
     if (has_failed) unsharded_.end_compute_span();
     if (trains) has_failed ? model_.log().add_failed_forward() : model_.log().add_forward();

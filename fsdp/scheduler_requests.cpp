@@ -51,7 +51,8 @@ std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::share
 }
 
 Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options)
-    : model_(module, std::move(comm), options, this),
+    : BackwardPass(comm->device()),
+      model_(module, std::move(comm), options, this),
       gradients_(model_,
                  [this](const auto& change) {
                    std::lock_guard lock(mutex_);
@@ -151,6 +152,7 @@ void Scheduler::refuse_use(std::string reason) {
 }
 
 void Scheduler::summon(const SummonOptions& options) {
+  const UserCall call(*this, "summon_full_params()");
   std::lock_guard lock(mutex_);
   require_outside_backward("summon_full_params");
   require_use("summon_full_params");
@@ -213,11 +215,13 @@ bool Scheduler::shows_exact_values() const {
 
 GradNorm Scheduler::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
   require_outside_backward("clip_grad_norm_");
+  const UserCall call(*this, "clip_grad_norm_()");
   NoGradNoInferenceGuard quiet;
   return clip_shards_by_norm(gradients_.ready(), max_norm, norm_type, error_if_nonfinite, *model_.mesh().shard);
 }
 
 void Scheduler::visit_full_state(const ShardedModel::VisitState& visit, const StateDictOptions& options) {
+  const UserCall call(*this, "full_state_dict()");
   NoGradNoInferenceGuard quiet;
   {
     std::lock_guard lock(mutex_);

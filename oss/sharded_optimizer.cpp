@@ -17,6 +17,7 @@
 #include <tessera/optim/partial_step.h>
 #include "core/comm/agreement.h"
 #include "core/comm/reduced_report.h"
+#include "core/comm/single_thread_checker.h"
 #include "core/layout/geometry.h"
 #include "core/layout/partition.h"
 #include "core/layout/shardable.h"
@@ -75,6 +76,10 @@ std::string describe_states(const std::map<int64_t, ParameterState>& states) {
   return text.str();
 }
 
+SingleThreadChecker::OnlyCall begin_call(SingleThreadChecker& calls, const Communicator& comm, const char* what) {
+  return {calls, what, [&] { return "OSS on rank " + std::to_string(comm.rank()); }};
+}
+
 }  // namespace
 
 // ---- groups and owners -------------------------------------------------------------------------
@@ -89,7 +94,8 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
       step_cost_(std::move(step_cost)),
       comparison_(std::make_unique<ReplicaComparison>(options.compare_replicas_every)),
       partition_(std::make_unique<Partition>()),
-      late_reports_(std::make_unique<LateReports>()) {
+      late_reports_(std::make_unique<LateReports>()),
+      calls_(std::make_shared<SingleThreadChecker>()) {
   if (dynamic_cast<const torch::optim::LBFGSOptions*>(&this->defaults()) != nullptr)
     throw std::invalid_argument(
         "OSS<torch::optim::LBFGS>: LBFGS searches along one direction for all parameters together, and each rank would "
@@ -234,6 +240,7 @@ OptimizerParamGroup ShardedOptimizer::owned_part(const OptimizerParamGroup& grou
 }
 
 void ShardedOptimizer::add_param_group(const OptimizerParamGroup& group) {
+  const auto call = begin_call(*calls_, *comm_, "add_param_group()");
   add_checked_group(*this, group, [this] {
     require_shardable(parameters_of(param_groups_), *comm_, "OSS");
     adopt_groups_from(param_groups_.size() - 1);
@@ -320,6 +327,7 @@ void ShardedOptimizer::take_added_groups() {
 }
 
 at::Tensor ShardedOptimizer::step(LossClosure closure) {
+  const auto call = begin_call(*calls_, *comm_, "step()");
   if (are_swapped_in()) throw std::logic_error("OSS::step() while the averages are swapped in");
   take_added_groups();
   at::Tensor loss;
@@ -431,6 +439,7 @@ bool ShardedOptimizer::are_swapped_in() const {
 
 // Swaps in the averages on their owners and publishes them. The end of the scope swaps back and publishes again.
 ScopeExit ShardedOptimizer::swap_in_averages() {
+  const auto call = begin_call(*calls_, *comm_, "swap_in_averages()");
   auto* averages = dynamic_cast<Averages*>(local_.get());
   if (averages == nullptr) throw std::logic_error("OSS::swap_in_averages(): the optimizer keeps no averages");
   std::shared_ptr<ScopeExit> own;
@@ -467,6 +476,7 @@ std::vector<at::Tensor> ShardedOptimizer::owned_gradients() const {
 }
 
 GradNorm ShardedOptimizer::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
+  const auto call = begin_call(*calls_, *comm_, "clip_grad_norm_()");
   take_added_groups();
   check_before_step(all_parameters());
   at::NoGradGuard no_grad;
@@ -497,6 +507,7 @@ void ShardedOptimizer::consolidate_state_dict(int rank) {
   if (rank < -1 || rank >= comm_->size())
     throw std::invalid_argument("consolidate_state_dict: rank " + std::to_string(rank) + ", expected -1 to " +
                                 std::to_string(comm_->size() - 1));
+  const auto call = begin_call(*calls_, *comm_, "consolidate_state_dict()");
   take_added_groups();
   at::NoGradGuard no_grad;
   const bool keep = rank == -1 || rank == comm_->rank();
@@ -543,6 +554,7 @@ const OptimizerStateDict& ShardedOptimizer::state_dict() const {
 }
 
 void ShardedOptimizer::load_state_dict(const OptimizerStateDict& dict) {
+  const auto call = begin_call(*calls_, *comm_, "load_state_dict()");
   require_matching(dict, *this);
   at::NoGradGuard no_grad;
   const auto parameters = all_parameters();

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <stdexcept>
 #include <string>
 #include <thread>
 
@@ -13,13 +14,14 @@ namespace tessera::internal {
 // exchange wrong data.
 class SingleThreadChecker {
  public:
-  // Marks a call of this thread, which lasts as long as this object. Calls may nest.
+  // Marks a call of this thread, which lasts as long as this object. Calls may nest. `what` is a literal, for errors.
   class Call {
    public:
-    explicit Call(SingleThreadChecker& caller) : caller_(caller) {
+    explicit Call(SingleThreadChecker& caller, const char* what = "a call") : caller_(caller) {
       std::thread::id inside;
       is_outermost_ = caller.inside_.compare_exchange_strong(inside, std::this_thread::get_id());
       is_alone_ = is_outermost_ || inside == std::this_thread::get_id();
+      if (is_outermost_) caller.what_ = what;
     }
     ~Call() {
       if (is_outermost_) caller_.inside_ = std::thread::id();
@@ -37,8 +39,20 @@ class SingleThreadChecker {
     bool is_outermost_, is_alone_;
   };
 
+  // Like Call. Throws std::logic_error, which begins with who(), if another thread is in a call.
+  class OnlyCall : public Call {
+   public:
+    template <class Who>
+    OnlyCall(SingleThreadChecker& caller, const char* what, const Who& who) : Call(caller, what) {
+      if (!is_alone())
+        throw std::logic_error(who() + ": a second thread calls " + what + " while another thread is in " +
+                               caller.what_.load() + "; expected one thread at a time: guard the calls by a mutex");
+    }
+  };
+
  private:
   std::atomic<std::thread::id> inside_;
+  std::atomic<const char*> what_ = "a call";  // the outermost call
 };
 
 // Called if Call::is_alone() is false. Aborts the group and throws CommError, whose text begins with `what`.

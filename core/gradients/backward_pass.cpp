@@ -29,9 +29,15 @@ struct BackwardPass::Token {
   bool is_over = true;     // false while the engine owns the token
 };
 
-BackwardPass::BackwardPass() = default;
+BackwardPass::BackwardPass(at::Device device) : device_(device) {}
+
+BackwardPass::UserCall::UserCall(const BackwardPass& pass, const char* what) {
+  if (!inside_backward()) call_.emplace(pass.calls_, what, [&] { return pass.name(); });
+}
 
 void BackwardPass::enter() {
+  static constexpr char kWhat[] = "backward()";
+  if (device_.is_cpu()) SingleThreadChecker::OnlyCall(calls_, kWhat, [this] { return name(); });
   if (is_running()) return;
   auto token = std::make_shared<Token>(weak_from_this(), name());
   token_ = token;
@@ -42,6 +48,7 @@ void BackwardPass::enter() {
     pass->ended();
   });
   token->is_over = false;
+  pass_call_ = std::make_unique<SingleThreadChecker::Call>(calls_, kWhat);
   NoGradNoInferenceGuard quiet;
   recover();
   begin();
@@ -67,10 +74,12 @@ void BackwardPass::ended() {
 
 void BackwardPass::finish_pass() {
   NoGradNoInferenceGuard quiet;
+  std::unique_ptr<SingleThreadChecker::Call> call;
   try {
     {
       std::lock_guard lock(mutex_);
       token_.reset();
+      call = std::move(pass_call_);
       end();
     }
     after_end();
@@ -87,6 +96,7 @@ void BackwardPass::finish_pass() {
 void BackwardPass::failed() {
   std::lock_guard lock(mutex_);
   NoGradNoInferenceGuard quiet;
+  pass_call_.reset();
   failed_ = true;
   failed_reducing_ = reduces();
   fail();

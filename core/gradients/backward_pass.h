@@ -1,11 +1,14 @@
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 
 #include <tessera/scope_exit.h>
+#include "core/comm/single_thread_checker.h"
 #include "core/gradients/autograd_engine.h"
 
 namespace tessera::internal {
@@ -26,6 +29,17 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
  public:
   virtual ~BackwardPass() = default;
 
+  // Marks a call of the wrapper's user, for as long as this object exists. Calls of one thread may nest. Throws
+  // std::logic_error if another thread is in a call or, as far as its hooks tell, in a backward. A no-op inside a
+  // backward, which may recompute a forward on a thread of the engine.
+  class UserCall {
+   public:
+    UserCall(const BackwardPass& pass, const char* what);
+
+   private:
+    std::optional<SingleThreadChecker::OnlyCall> call_;
+  };
+
   // While a returned scope exists, passes do not reduce. Opening or closing one in a backward throws std::logic_error.
   ScopeExit no_sync();
   bool reduces() const { return no_sync_scopes_ == 0; }
@@ -40,7 +54,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   virtual void prepare_replay() = 0;
 
  protected:
-  BackwardPass();
+  explicit BackwardPass(at::Device device);  // of the parameters
   virtual void begin() = 0;
   // Called on the engine's thread. backward() rethrows exceptions of end(). An exception other than CommError fails the
   // pass, which is abandoned at once. A CommError aborts the group, so no operation is left in flight.
@@ -60,7 +74,8 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   // begin(), end(), fail() and abandon() run with `mutex_` locked. Callers of enter() and recover() must lock `mutex_`.
 
   // Begins a pass; a no-op if a pass is running. Must be called in a backward. The pass ends when this backward ends,
-  // so the outermost of nested backwards must call enter() first.
+  // so the outermost of nested backwards must call enter() first. On a CPU, where hooks run on the thread that called
+  // backward(), throws std::logic_error if another thread is in a UserCall or in the pass.
   void enter();
   bool is_running() const { return !token_.expired(); }
   void recover();  // abandons the last pass if it failed; else a no-op
@@ -76,8 +91,11 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   void failed();
   void count_no_sync_scope(int change);
 
-  std::weak_ptr<Token> token_;  // the engine owns the token until the pass ends
-  bool failed_ = false;         // true until the failed pass is abandoned
+  const at::Device device_;
+  mutable SingleThreadChecker calls_;
+  std::unique_ptr<SingleThreadChecker::Call> pass_call_;  // null if no pass is running
+  std::weak_ptr<Token> token_;                            // the engine owns the token until the pass ends
+  bool failed_ = false;                                   // true until the failed pass is abandoned
   bool failed_reducing_ = false;
   int no_sync_scopes_ = 0;  // number of open scopes, which may close in any order
 };

@@ -318,6 +318,7 @@ CapturedStep::~CapturedStep() = default;
 
 at::Tensor CapturedStep::operator()(const std::vector<at::Tensor>& inputs) {
   State& state = *state_;
+  const BackwardPass::UserCall call(state.wrapper.backward_pass(), "a captured step");
   state.check(inputs);
   if (state.is_captured) {
     // Runs on the caller's stream, because prepare_replay() may read and free tensors of that stream.

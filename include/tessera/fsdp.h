@@ -27,7 +27,7 @@ namespace tessera {
 // and dtype, the next forward uses the new values.
 //
 // `Holder` is a torch::nn module holder or a std::shared_ptr to a module. Ranks must run the same operators on the same
-// units in the same order; their data may differ. One thread at a time may use the wrapper or run its backward.
+// units in the same order; their data may differ. Must be used by one thread at a time (see DataParallel).
 template <class Holder>
 class FullyShardedDataParallel : public FullyShardedModule {
  public:

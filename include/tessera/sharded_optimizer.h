@@ -47,11 +47,13 @@ class LateReports;
 class ParameterBuckets;
 struct Partition;
 class ReplicaComparison;
+class SingleThreadChecker;
 }  // namespace internal
 
 // The base class of OSS, independent of the optimizer's class: a torch::optim::Optimizer with all parameters, groups
 // and options. step() updates the parameters that this rank owns, and then publishes them to all ranks. state() holds
-// the states of owned parameters. Not thread-safe.
+// the states of owned parameters. Must be used by one thread at a time. If a second thread calls a function
+// below that changes this object, during such a call, throws std::logic_error, and the first call goes on.
 class ShardedOptimizer : public torch::optim::Optimizer, public internal::OptimizerShards, public Averages {
  public:
   ~ShardedOptimizer() override;
@@ -94,7 +96,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   // Returns the communicator that was given to the constructor.
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
   // Returns a pointer that expires when this object is destroyed, for wrappers that refer to this object.
-  std::weak_ptr<const void> lifetime() const { return lifetime_; }
+  std::weak_ptr<const void> lifetime() const { return calls_; }
   // If OssOptions::offload is on, returns the bytes of host memory that copies of parameters and gradients use now;
   // otherwise 0. Excludes the optimizer's state.
   int64_t host_bytes() const;
@@ -169,7 +171,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   std::unique_ptr<internal::HostStep> host_;                          // null without offload
   std::vector<std::unique_ptr<internal::ParameterBuckets>> buckets_;  // one object for each call that added groups
   std::optional<OptimizerStateDict> consolidated_;
-  const std::shared_ptr<const void> lifetime_ = std::make_shared<int>();
+  const std::shared_ptr<internal::SingleThreadChecker> calls_;
 };
 
 }  // namespace tessera

@@ -50,7 +50,8 @@ std::shared_ptr<ReplicatedGradients> ReplicatedGradients::make(std::shared_ptr<t
 ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> module,
                                          std::vector<PlannedParameter> parameters, std::shared_ptr<Communicator> comm,
                                          std::string who, OwnerOf owner_of, ReplicatedOptions options)
-    : mesh_{comm, comm, nullptr},
+    : BackwardPass(comm->device()),
+      mesh_{comm, comm, nullptr},
       owner_of_(std::move(owner_of)),
       options_(options),
       binding_(std::move(module), std::move(parameters), std::move(who), comm->rank()),
@@ -417,6 +418,7 @@ void ReplicatedGradients::prepare_replay() {
 }
 
 void ReplicatedGradients::require_averages() const {
+  const UserCall call(*this, "a step or clip_grad_norm_()");
   std::lock_guard lock(mutex_);
   if (passes_through()) return;
   const std::string rank = std::to_string(mesh_.world->rank());

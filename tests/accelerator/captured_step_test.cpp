@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <thread>
 
 #include "tests/accelerator/captured_training.h"
 #include "tests/accelerator/simulated_training.h"
@@ -278,6 +279,30 @@ TEST(CapturedStep, OtherInputsAndFrozenParametersAreRefused) {
 }
 
 // FSDP copies such values into its shards.
+TEST(CapturedStep, ASecondThreadIsRefused) {
+  const Simulation simulation;
+  accelerator::on_devices(1, [](std::shared_ptr<Communicator> comm) {
+    Net net = net_on(*comm);
+    FullyShardedDataParallel fsdp(net, comm, in_units());
+    AdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
+    std::function<void()> in_step;
+    CapturedStep step(fsdp, optimizer, [&](const Inputs& in) {
+      if (const auto once = std::exchange(in_step, nullptr)) once();
+      return fsdp(in[0]).square().mean();
+    });
+    in_step = [&] {
+      std::thread([&] {
+        expect_contains(error_of<std::logic_error>([&] { step(batch_on(*comm)); }),
+                        "a second thread calls a captured step while another thread is in a captured step");
+        expect_contains(error_of<std::logic_error>([&] { fsdp(batch_on(*comm)[0]); }),
+                        "a second thread calls forward() while another thread is in a captured step");
+      }).join();
+    };
+    for (int i = 0; i < 6; ++i) step(batch_on(*comm));
+    EXPECT_TRUE(step.is_captured());
+  });
+}
+
 TEST(CapturedStep, OtherMemoryOfParametersIsRefusedWhereTheyAreWhole) {
   const Simulation simulation;
   accelerator::on_devices(std::min(2, accelerator::device_count()), [](std::shared_ptr<Communicator> comm) {

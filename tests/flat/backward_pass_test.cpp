@@ -23,7 +23,7 @@ using Events = std::vector<std::string>;
 // Records the calls of a backward pass.
 class Recorded : public BackwardPass {
  public:
-  explicit Recorded(std::shared_ptr<Events> recorded) : recorded_(std::move(recorded)) {}
+  explicit Recorded(std::shared_ptr<Events> recorded) : BackwardPass(at::kCPU), recorded_(std::move(recorded)) {}
   void set_divisor(double) override {}
   std::optional<double> divisor() const override { return {}; }
   void prepare_capture() override {}
@@ -127,6 +127,49 @@ TEST_F(BackwardPasses, ThatFailAreKnownToHaveFailedBeforeTheCallerIsTold) {
   EXPECT_FALSE(pass->is_running());
   chain(take("first"), take("second")).backward();  // waits for the failed pass, then begins
   EXPECT_EQ(seen(), (Events{"abandon", "begin", "second", "first", "end"}));
+}
+
+TEST_F(BackwardPasses, RefuseASecondThread) {
+  const auto error_in_thread = [](const std::function<std::string()>& work) {
+    std::string error;
+    std::thread([&] { error = work(); }).join();
+    return error;
+  };
+  const auto forward = [&] { return BackwardPass::UserCall(*pass, "forward()"); };
+  const auto forward_there = [&] {
+    return error_in_thread([&]() -> std::string {
+      try {
+        forward();
+      } catch (const std::logic_error& error) {
+        return error.what();
+      }
+      return "";
+    });
+  };
+  const auto backward_there = [&] {
+    return error_in_thread([&] { return error_of<std::logic_error>(chain(take("first"), take("second"))); });
+  };
+  const std::string in_backward =
+      " while another thread is in backward(); expected one thread at a time: guard the "
+      "calls by a mutex";
+  chain(take("first"), [&] {
+    take("second")();
+    forward();  // recomputes a part
+    EXPECT_EQ(forward_there(), "Recorded: a second thread calls forward()" + in_backward);
+    EXPECT_EQ(backward_there(), "Recorded: a second thread calls backward()" + in_backward);
+  }).backward();
+  EXPECT_EQ(seen(), (Events{"begin", "second", "first", "end"}));
+  {
+    const auto outer = forward(), inner = forward();
+    EXPECT_NE(backward_there(), "");
+    EXPECT_NE(forward_there(), "");
+    chain(take("first"), take("second")).backward();  // of a gradient that forward computes
+    EXPECT_NE(forward_there(), "");
+    EXPECT_EQ(seen(), (Events{"begin", "second", "first", "end"}));
+  }
+  error_of<std::runtime_error>(chain(kThrows, take("second")));
+  EXPECT_EQ(forward_there(), "");
+  EXPECT_EQ(backward_there(), "");
 }
 
 TEST_F(BackwardPasses, AreRecoveredFromOnce) {

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/library.h>
+#include <functional>
 #include <future>
 #include <optional>
 #include <semaphore>
@@ -66,6 +67,45 @@ TEST_P(Threads, AThreadThatValidatesByTurns) {
       back.acquire();
     }
     if (error) std::rethrow_exception(error);
+  });
+}
+
+// Returns the error of `work` on a thread of its own; "" if it throws none.
+std::string error_in_thread(const std::function<void()>& work) {
+  return std::async(std::launch::async, [&] { return error_of<std::logic_error>(work); }).get();
+}
+
+// The second thread's calls come while the first is inside forward, then inside backward. The first goes on.
+TEST_P(Threads, ASecondThreadIsRefusedAndTheFirstGoesOn) {
+  play(GetParam(), {}, [](Trainer& run) {
+    run.train(0);
+    if (run.shards() == nullptr) return three_steps(run);
+    const auto expect_refused = [&](const char* second, const char* first, const std::function<void()>& work) {
+      const std::string error = error_in_thread(work);
+      expect_contains(error, std::string(second) + " while another thread is in " + first + "; expected one thread");
+      expect_contains(error, " on rank " + std::to_string(run.rank) + ": a second thread calls ");
+    };
+    Mlp& mlp = mlp_of(*run.model);
+    for (int step = 0; step < 3; ++step) {
+      run.optimizer().zero_grad();
+      const at::Tensor other = run.loss(step);
+      mlp.in_forward = [&] {
+        expect_refused("forward()", "forward()", [&] { run.loss(step); });
+        expect_refused("clip_grad_norm_()", "forward()", [&] { run.clip_grad_norm_(1); });
+      };
+      const bool has_pass = run.world > 1 || run.fsdp() != nullptr;  // the others leave one rank's backward alone
+      mlp.hook = [&](const at::Tensor& gradient) {
+        if (has_pass) expect_refused("forward()", "backward()", [&] { run.loss(step); });
+        if (has_pass && run.device.is_cpu()) expect_refused("backward()", "backward()", [&] { other.backward(); });
+        return gradient;
+      };
+      const at::Tensor loss = run.loss(step);
+      mlp.in_forward = nullptr;
+      mlp.hook = nullptr;
+      run.note(loss.detach());
+      loss.backward();
+      run.optimizer().step();
+    }
   });
 }
 

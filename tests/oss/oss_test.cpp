@@ -604,6 +604,29 @@ TEST(OssMistakes, ConversionsAreNoticedBeforeAnythingIsChanged) {
   });
 }
 
+TEST(Oss, ASecondThreadsCallsDuringAStepAreRefusedAndTheStepGoesOn) {
+  on_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    const auto parameter = torch::ones({4}, comm->device()).requires_grad_(true);
+    OSS<torch::optim::SGD> optimizer({parameter}, torch::optim::SGDOptions(0.5), comm);
+    const auto expect_refused = [](const std::string& call, const std::function<void()>& work) {
+      std::string error;
+      std::thread([&] { error = error_of<std::logic_error>(work); }).join();
+      EXPECT_EQ(error, "OSS on rank 0: a second thread calls " + call +
+                           " while another thread is in step(); expected one thread at a time: guard the calls by a "
+                           "mutex");
+    };
+    optimizer.step([&] {
+      expect_refused("step()", [&] { optimizer.step(); });
+      expect_refused("clip_grad_norm_()", [&] { optimizer.clip_grad_norm_(1); });
+      expect_refused("consolidate_state_dict()", [&] { optimizer.consolidate_state_dict(); });
+      parameter.mutable_grad() = torch::ones_like(parameter);
+      optimizer.clip_grad_norm_(4);  // of this thread
+      return torch::ones({});
+    });
+    expect_equal({parameter.detach().cpu()}, {torch::full({4}, 0.5)});
+  });
+}
+
 TEST(PeakMemory, CountsWhatThisThreadHasAllocatedWhoeverFreesIt) {
   PeakMemory memory;
   const int64_t before = memory.current_bytes();

@@ -58,6 +58,10 @@ torch::nn::Module& module_in_holder(Holder& holder) {
 torch::OrderedDict<std::string, at::Tensor> defined_buffers(const torch::nn::Module& module);
 
 // The interface of all wrappers for training loops. forward() is in the derived classes.
+//
+// Must be used by one thread at a time, from the start of forward to its end, and of backward to its end. If a second
+// thread calls forward() or clip_grad_norm_() meanwhile, that call throws std::logic_error, and the first thread
+// continues. On CPUs this also holds for a second backward. Other calls are not checked.
 class DataParallel : public ModelShards {
  public:
   // While the scope exists, backward adds up this rank's own full gradients of all parameters. The next backward
