@@ -1,5 +1,6 @@
 // Prints the CPU time of checkpoint functions and of a step against the number of parameters, to find costs that grow
-// faster than the work. Each line should have about twice the times of the line before.
+// faster than the work. Each line should have about twice the times of the line before. "disk step" is the first step
+// of HostAdamW on parameters on a disk, which makes the state; all data fit into the buffers.
 //
 //   build/release/bench/growth [FILE.pt2 ...]
 //
@@ -44,6 +45,17 @@ struct ManyImpl : torch::nn::Module {
 };
 TORCH_MODULE(Many);
 
+double first_step_on_disk(int64_t count, const std::shared_ptr<tessera::Communicator>& comm) {
+  fs::create_directories(kFolder);
+  tessera::FullyShardedDataParallel fsdp(
+      Many(count), comm,
+      {.offload = {
+           .params = true, .grads = true, .directory = kFolder.string(), .disk_buffer_bytes = int64_t{1} << 30}});
+  tessera::HostAdamW optimizer(fsdp.parameters());
+  for (at::Tensor& parameter : fsdp.parameters()) parameter.mutable_grad() = torch::ones({parameter.numel()});
+  return seconds_of([&] { optimizer.step(); });
+}
+
 void measure(int64_t count, const std::shared_ptr<tessera::Communicator>& comm) {
   tessera::FullyShardedDataParallel fsdp(Many(count), comm);
   tessera::AdamW optimizer(fsdp.parameters());
@@ -60,9 +72,10 @@ void measure(int64_t count, const std::shared_ptr<tessera::Communicator>& comm) 
   const double load_full = seconds_of([&] { tessera::load_full(file, fsdp); });
   const double header =
       seconds_of([&] { tessera::internal::read_safetensors_header(*tessera::internal::open_file(file)); });
+  const double disk_step = first_step_on_disk(count, comm);
   fs::remove_all(kFolder);
-  std::printf("%10ld %8.3f %8.3f %10.3f %10.3f %8.3f %8.3f\n", static_cast<long>(count), save, load, save_full,
-              load_full, header, step);
+  std::printf("%10ld %8.3f %8.3f %10.3f %10.3f %8.3f %8.3f %9.3f\n", static_cast<long>(count), save, load, save_full,
+              load_full, header, step, disk_step);
   std::fflush(stdout);
 }
 
@@ -70,8 +83,8 @@ void measure(int64_t count, const std::shared_ptr<tessera::Communicator>& comm) 
 
 int main(int argc, char** argv) {
   tessera::run_ranks(1, [](const std::shared_ptr<tessera::Communicator>& comm) {
-    std::printf("%10s %8s %8s %10s %10s %8s %8s  (seconds)\n", "parameters", "save", "load", "save_full", "load_full",
-                "header", "step");
+    std::printf("%10s %8s %8s %10s %10s %8s %8s %9s  (seconds)\n", "parameters", "save", "load", "save_full",
+                "load_full", "header", "step", "disk step");
     for (int64_t count = 2500; count <= 40000; count *= 2) measure(count, comm);
   });
   for (int i = 1; i < argc; ++i)

@@ -66,7 +66,7 @@ at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::S
     throw std::runtime_error(name + " takes " + std::to_string(with_alignment(entry.bytes)) +
                              " bytes in memory when it is used, and the buffers of the disk tier hold " +
                              std::to_string(options_.buffer_bytes) + " (FsdpOptions::offload.disk_buffer_bytes)");
-  reclaim();
+  reclaim(entry.bytes);
   entry.offset = space_.claim(entry.bytes);
   if (vacant_.empty()) {
     vacant_.push_back(static_cast<int>(entries_.size()));
@@ -82,8 +82,12 @@ at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::S
   return tensor;
 }
 
-// Frees entries whose tensors have been released.
-void DiskPager::reclaim() {
+// Frees entries whose tensors have been released. Scans all entries, so it waits until new tensors have taken 1/16 of
+// the file. Then the cost of making n tensors is proportional to n.
+void DiskPager::reclaim(int64_t needed_bytes) {
+  made_bytes_ += needed_bytes;
+  if (made_bytes_ < space_.claimed_bytes() / 16) return;
+  made_bytes_ = 0;
   const auto is_gone = [](const Entry* entry) {
     return entry != nullptr && entry->page && entry->holds == 0 && entry->storage->use_count() == 1;
   };

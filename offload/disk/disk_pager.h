@@ -38,7 +38,8 @@ struct DiskPagerOptions {
 // If memory is short, evicts the least recently used tensors; those that have changed are written back asynchronously.
 // Predicts the next tensors from the previous order of loads, and reads them ahead. Operators may read and write the
 // tensors like ordinary tensors. Code that uses pointers must hold() a tensor first. All data are in one unnamed file
-// (DiskSpace). A tensor has space in the file from creation until release. A dry run has no file and moves no data.
+// (DiskSpace). Reuses the space of released tensors before new tensors have taken more than 1/16 of the file. A dry run
+// has no file and moves no data.
 //
 // Is thread-safe. If a tensor outlives the pager, operators on it throw std::logic_error.
 class DiskPager : public Pager {
@@ -116,7 +117,7 @@ class DiskPager : public Pager {
   };
 
   std::future<void> start_transfer(std::function<void()> transfer);
-  void reclaim();
+  void reclaim(int64_t needed_bytes);
   Entry& entry_of(const at::Tensor& tensor);
   void require_resident(Entry& entry);
   void make_resident(Entry& entry);
@@ -140,6 +141,7 @@ class DiskPager : public Pager {
   CountedBuffers buffers_;
   std::deque<Entry> entries_;                                    // indexed by page id; addresses are stable
   std::vector<int> vacant_;                                      // indices of entries without a page
+  int64_t made_bytes_ = 0;                                       // disk space of new tensors since the last reclaim()
   std::list<Entry*> recent_;                                     // resident; least recently used first
   std::list<Entry*> reading_;                                    // read ahead and not yet used; oldest first
   std::list<Entry*> writing_;                                    // being written; oldest first

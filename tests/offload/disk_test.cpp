@@ -201,6 +201,16 @@ TEST(DiskPager, SpaceOfTensorsThatAreGoneIsTakenAgain) {
   EXPECT_EQ(pager.disk_bytes(), claimed + 3 * 4096);
 }
 
+// A load replaces the optimizer's states one by one.
+TEST(DiskPager, AFileOfManyTensorsGrowsByLittleWhenAllAreReplaced) {
+  const Folder folder;
+  DiskPager pager({.directory = folder.path(), .buffer_bytes = 4 * 8192});
+  std::vector<at::Tensor> tensors(160);
+  for (int round = 0; round < 5; ++round)
+    for (at::Tensor& tensor : tensors) tensor = pager.make({1024}, {1}, at::kFloat, "a tensor");
+  EXPECT_LE(pager.disk_bytes(), (160 + 160 / 16 + 2) * 4096);
+}
+
 TEST(DiskPager, LimitsAreNamedAndHoldsEnd) {
   const Folder folder;
   at::Tensor outlives;
