@@ -91,6 +91,8 @@ class Run:
 
     def tessera(self, title, settings, variant):
         wrapper, _, kind = variant.partition("-")
+        if kind == "captured" and self.args.device == "cpu":
+            return []
         flags = {"kept": kind == "kept", "in_backward": kind == "early", "captured": kind == "captured"}
         settings = {**settings, "wrapper": wrapper, **{flag: int(value) for flag, value in flags.items()}}
         lines = self.own_lines(title, settings, NAMES[variant])

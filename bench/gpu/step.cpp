@@ -72,6 +72,10 @@ class Settings {
 // Fills large tensors for at::uniform_() and at::normal_(), with a standard deviation as that of a uniform
 // distribution. libtorch draws billions of values on one thread, which takes longer than the steps.
 at::Tensor& fill(at::Tensor& self, double from, double to) {
+  if (self.scalar_type() != at::kFloat || !self.is_contiguous()) {
+    at::Tensor values = at::empty(self.sizes(), self.options().dtype(at::kFloat));
+    return self.copy_(fill(values, from, to));
+  }
   float* const values = self.data_ptr<float>();
   at::parallel_for(0, self.numel(), 1 << 16, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
