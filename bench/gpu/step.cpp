@@ -187,27 +187,18 @@ struct GptLoss {
   at::Tensor inputs;
 };
 
-struct ChainLoss {
-  explicit ChainLoss(const Settings& settings) {
+// Layers in a row: a chain of equal ones, or a small network, whose step is mostly the host's launches. It has `width`
+// inputs, half as many hidden values, and 10 outputs.
+struct LayersLoss {
+  explicit LayersLoss(const Settings& settings) {
     const int64_t width = settings.number("width");
-    for (int64_t i = 0; i < settings.number("layers"); ++i) model->push_back(torch::nn::Linear(width, width));
-    inputs = torch::randn({settings.number("batch"), width});
-  }
-  template <class Wrapper>
-  static at::Tensor of(Wrapper& wrapper, const at::Tensor& x) {
-    return wrapper(x).square().mean();
-  }
-  static auto units() { return tessera::wrap_modules<torch::nn::LinearImpl>(); }
-  torch::nn::Sequential model;
-  at::Tensor inputs;
-};
-
-// A small network, whose step is the host's launches: `width` inputs, half as many hidden values, 10 outputs.
-struct MlpLoss {
-  explicit MlpLoss(const Settings& settings) {
-    const int64_t width = settings.number("width");
-    model =
-        torch::nn::Sequential(torch::nn::Linear(width, width / 2), torch::nn::ReLU(), torch::nn::Linear(width / 2, 10));
+    if (settings.text("model") == "mlp") {
+      model->push_back(torch::nn::Linear(width, width / 2));
+      model->push_back(torch::nn::ReLU());
+      model->push_back(torch::nn::Linear(width / 2, 10));
+    } else {
+      for (int64_t i = 0; i < settings.number("layers"); ++i) model->push_back(torch::nn::Linear(width, width));
+    }
     inputs = torch::randn({settings.number("batch"), width});
   }
   template <class Wrapper>
@@ -309,10 +300,8 @@ int main(int argc, char** argv) {
       result = {{"flops", matmul_rate(settings, comm->device())}};
     } else if (model == "gpt") {
       result = result_of<GptLoss>(settings, comm);
-    } else if (model == "chain") {
-      result = result_of<ChainLoss>(settings, comm);
-    } else if (model == "mlp") {
-      result = result_of<MlpLoss>(settings, comm);
+    } else if (model == "chain" || model == "mlp") {
+      result = result_of<LayersLoss>(settings, comm);
     } else {
       throw std::invalid_argument("gpu_bench: model=" + model + "; expected matmul, gpt, chain or mlp");
     }

@@ -212,8 +212,7 @@ class DistributedModel final : public Trainable {
     if (mixed_.scaler() != nullptr)
       throw std::invalid_argument(
           "--step-in-backward and --capture with --dtype fp16, whose scaler may skip a step after backward; use bf16 "
-          "or "
-          "fp32");
+          "or fp32");
     if (early.kind == EarlySteps::kInBackward)
       in_backward_.emplace(dynamic_cast<tessera::FullyShardedModule&>(zero_.wrapper()),
                            dynamic_cast<tessera::PartialStep&>(zero_.optimizer()),

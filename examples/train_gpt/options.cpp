@@ -355,7 +355,6 @@ void check_values(const TrainOptions& options) {
     examples::check_not_negative(name, value);
 }
 
-// Refuses options that contradict each other or have no effect.
 void check_capture(const TrainOptions& options) {
   if (!options.capture) return;
   const std::pair<bool, const char*> others[] = {
@@ -369,6 +368,7 @@ void check_capture(const TrainOptions& options) {
     if (is_given) throw OptionsError(std::string("--capture does not work with ") + name);
 }
 
+// Refuses options that contradict each other or have no effect.
 void check_together(const TrainOptions& options, const po::variables_map& values) {
   const auto& model = options.model;
   if (model.width % model.heads != 0) {
