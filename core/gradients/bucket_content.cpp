@@ -3,12 +3,18 @@
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/_foreach_zero.h>
 
+#include <cstddef>
+#include <cstring>
 #include <stdexcept>
 #include <utility>
+
+#include "core/memory/without_data.h"
 
 namespace tessera::internal {
 
 namespace {
+
+constexpr size_t kSmallGradientBytes = size_t{256} << 10;
 
 [[noreturn]] void throw_changed(const GradientBucket& bucket, size_t member,
                                 const std::vector<PlannedParameter>& parameters, int rank) {
@@ -46,9 +52,8 @@ void BucketContent::require_as_borrowed(const GradientBucket& bucket, const std:
 }
 
 bool BucketContent::may_wait(const at::Tensor& gradient) {
-  constexpr size_t kSmallBytes = size_t{256} << 10;
   return !gradient.is_cpu() && gradient.layout() == at::kStrided && !gradient.is_inference() &&
-         gradient.nbytes() <= kSmallBytes;
+         gradient.nbytes() <= kSmallGradientBytes;
 }
 
 void BucketContent::wait_for_more(size_t member, const at::Tensor& gradient) {
@@ -58,14 +63,36 @@ void BucketContent::wait_for_more(size_t member, const at::Tensor& gradient) {
 
 void BucketContent::put(const GradientBucket& bucket, size_t member, const at::Tensor& gradient, bool is_first) {
   is_first ? uses.use() : uses.join();
-  const at::Tensor place = place_of(bucket, member);
+  if (is_first && has_bytes_of_place(bucket, member, gradient)) {
+    const auto [values, offset] = place_of(bucket, member);
+    auto* const place = static_cast<std::byte*>(values.mutable_data_ptr()) + offset * values.element_size();
+    std::memcpy(place, gradient.const_data_ptr(), gradient.nbytes());
+    return;
+  }
+  const at::Tensor place = view_of_place(bucket, member);
   is_first ? place.copy_(gradient) : place.add_(gradient);
 }
 
-at::Tensor BucketContent::place_of(const GradientBucket& bucket, size_t member) const {
+// Whether a small gradient on the CPU has the same bytes, in the same order, as its place in the bucket. The caller
+// then copies bytes, because an operator's dispatch takes longer than the copy. A large copy needs an operator's
+// threads.
+bool BucketContent::has_bytes_of_place(const GradientBucket& bucket, size_t member, const at::Tensor& gradient) {
+  const ParameterGeometry& geometry = bucket.geometries[member];
+  return gradient.is_cpu() && gradient.layout() == at::kStrided && gradient.numel() > 0 &&
+         gradient.nbytes() <= kSmallGradientBytes && gradient.scalar_type() == bucket.dtype &&
+         gradient.sizes() == at::IntArrayRef(geometry.sizes) &&
+         gradient.strides() == at::IntArrayRef(geometry.strides) && !is_without_data();
+}
+
+std::pair<at::Tensor, int64_t> BucketContent::place_of(const GradientBucket& bucket, size_t member) const {
   const size_t piece = bucket.route.piece_of[member];
-  const int64_t offset = bucket.layout.offset(static_cast<int64_t>(member)) - bucket.route.pieces[piece].range.begin;
-  return view_in(parts[piece].values, bucket.geometries[member], offset);
+  return {parts[piece].values,
+          bucket.layout.offset(static_cast<int64_t>(member)) - bucket.route.pieces[piece].range.begin};
+}
+
+at::Tensor BucketContent::view_of_place(const GradientBucket& bucket, size_t member) const {
+  const auto [values, offset] = place_of(bucket, member);
+  return detached_view_in(values, bucket.geometries[member], offset);
 }
 
 void BucketContent::copy_waiting(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,
@@ -77,7 +104,7 @@ void BucketContent::copy_waiting(const GradientBucket& bucket, const std::vector
   for (const Waiting& each : std::exchange(waiting, {})) {
     if (each.gradient._version() != each.version) throw_changed(bucket, each.member, parameters, rank);
     if (each.stream != here) each.gradient.record_stream(here);
-    places.push_back(place_of(bucket, each.member));
+    places.push_back(view_of_place(bucket, each.member));
     gradients.push_back(each.gradient);
   }
   at::_foreach_copy_(places, gradients);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "core/gradients/gradient_bucket.h"
@@ -96,7 +97,10 @@ struct BucketContent {
   bool forget(const GradientBucket& bucket, size_t member);
 
  private:
-  at::Tensor place_of(const GradientBucket& bucket, size_t member) const;
+  static bool has_bytes_of_place(const GradientBucket& bucket, size_t member, const at::Tensor& gradient);
+  // Returns the values of the member's piece, and the offset of the member in them, in elements.
+  std::pair<at::Tensor, int64_t> place_of(const GradientBucket& bucket, size_t member) const;
+  at::Tensor view_of_place(const GradientBucket& bucket, size_t member) const;
 };
 
 }  // namespace tessera::internal

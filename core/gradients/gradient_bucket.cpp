@@ -54,9 +54,8 @@ void GradientBuffer::accept(const at::Tensor& values, const std::vector<bool>& u
       if (!is_part_of_gradient(grad)) grad = as_gradient(grad, i);  // the user assigned this gradient
       forget_norm(grad);
     } else {
-      // Detaches the part, because zero_grad() cannot detach a view that autograd tracks.
       const at::Tensor part = part_of(values, i);
-      grad = as_gradient(becomes_gradient ? part.detach() : part.clone(), i);
+      grad = as_gradient(becomes_gradient ? part : part.clone(), i);
     }
   }
 }

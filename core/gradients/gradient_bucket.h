@@ -63,8 +63,9 @@ class GradientBuffer {
            grad.storage().unsafeGetStorageImpl() == shared_._unsafe_get_target();
   }
   at::Tensor as_gradient(const at::Tensor& values, size_t member) const;
+  // Returns a detached view, because zero_grad() cannot detach a view that autograd tracks.
   at::Tensor part_of(const at::Tensor& values, size_t member) const {
-    return view_in(values, members_[member].geometry, members_[member].offset);
+    return detached_view_in(values, members_[member].geometry, members_[member].offset);
   }
 
   const std::vector<Member> members_;

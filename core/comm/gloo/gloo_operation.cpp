@@ -20,7 +20,7 @@ GlooOperation::GlooOperation(std::shared_ptr<GlooCommunicator> comm, std::string
            .fingerprint = static_cast<uint32_t>(Fingerprint().add(description_).value())} {
   comm_->process_.require_this(description_);
   comm_->watch_.started(tag_.sequence, description_);
-  comm_->in_flight_.add(resources_, c10::str(description_, " on rank ", comm_->rank()));
+  comm_->in_flight_.add(resources_, description_ + " on rank " + std::to_string(comm_->rank()));
 }
 
 GlooOperation::~GlooOperation() { comm_->in_flight_.remove(resources_, comm_->process_.is_this()); }
