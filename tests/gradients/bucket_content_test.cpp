@@ -13,7 +13,9 @@ namespace {
 // Puts one gradient into the second place of a bucket of three parameters, and returns the bucket's memory.
 at::Tensor memory_after(const at::Tensor& parameter, const at::Tensor& gradient, int additions = 0) {
   const int64_t numel = parameter.numel();
-  GradientBucket bucket{"a bucket", {0, 1, 2}, std::vector<ParameterGeometry>(3, geometry_of(parameter)),
+  GradientBucket bucket{"a bucket",
+                        {0, 1, 2},
+                        std::vector<ParameterGeometry>(3, geometry_of(parameter)),
                         FlatLayout::whole({numel, numel, numel}, /*world_size=*/1, /*alignment_numel=*/1)};
   bucket.dtype = parameter.scalar_type();
   bucket.route.pieces = {{{0, 3 * numel}}};
