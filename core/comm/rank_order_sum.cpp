@@ -5,6 +5,7 @@
 #include <ATen/ops/full.h>
 
 #include <algorithm>
+#include <bit>
 
 #include "core/runtime/parallel_over.h"
 
@@ -62,6 +63,10 @@ void reduce_range(Scalar* out, const std::vector<const Scalar*>& parts, ReduceOp
     case ReduceOp::kSum:
       return reduce_range(out, parts, begin, end, add, whole);
     case ReduceOp::kAverage:
+      if (std::has_single_bit(parts.size()))  // the reciprocal is exact: a product has the bits of the quotient
+        return reduce_range(out, parts, begin, end, add, [factor = 1.0 / static_cast<double>(parts.size())](auto sum) {
+          return static_cast<Accumulator>(sum * static_cast<Accumulator>(factor));
+        });
       return reduce_range(out, parts, begin, end, add, [divisor = static_cast<Accumulator>(parts.size())](auto sum) {
         return static_cast<Accumulator>(sum / divisor);
       });
