@@ -21,7 +21,6 @@ namespace tessera::internal {
 namespace {
 
 constexpr double kNever = CoreTurns::kNever;
-constexpr double kSpinSeconds = std::chrono::duration<double>(PeerMemory::kSpin).count();
 constexpr int kMostRanks = 256;  // maximum number of simulated ranks
 // Maximum number of operators in all repeats. The step is repeated, because ranks drift apart during the first steps.
 constexpr size_t kMostOperators = 2'000'000;
@@ -382,10 +381,11 @@ class CoreSimulation {
     return Outcome::kSleeps;
   }
 
-  // Makes a waiting rank check its exchange again: at once if the rank still polls on its own core, else after wake_s.
+  // Makes a waiting rank check its exchange again: at once if the rank still polls, else after wake_s.
   void look(int rank) {
     if (!is_simulated(rank) || !turns_.sleeps(static_cast<size_t>(rank)) || !at(rank).is_asleep) return;
-    const bool sleeps = ranks_ > speed_.cores || turns_.now_s() - at(rank).began_s > kSpinSeconds;
+    const auto poll_time = PeerMemory::poll_time(ranks_, speed_.cores, /*threads=*/1);
+    const bool sleeps = turns_.now_s() - at(rank).began_s > std::chrono::duration<double>(poll_time).count();
     turns_.wake(static_cast<size_t>(rank), turns_.now_s() + (sleeps ? speed_.wake_s : 0));
   }
 

@@ -1,5 +1,6 @@
 #include "core/comm/shared_memory/peer_memory.h"
 
+#include <ATen/Parallel.h>
 #include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
 #include <c10/util/env.h>
@@ -196,9 +197,13 @@ PeerMemory::PeerMemory(int rank, std::vector<int> local, std::shared_ptr<SharedB
       peers_(std::move(peers)),
       permission_(std::move(permission)),
       timeout_(timeout),
-      may_spin_(board_->ranks() <= available_cores()) {}
+      cores_(available_cores()) {}
 
 PeerMemory::~PeerMemory() { close(); }
+
+std::chrono::microseconds PeerMemory::poll_time() const {
+  return poll_time(board_->ranks(), cores_, at::get_num_threads());
+}
 
 std::string cause_of(PeerMemory::Outcome outcome) { return kCauses[static_cast<size_t>(outcome)]; }
 
@@ -342,6 +347,7 @@ PeerMemory::Outcome PeerMemory::watch(int peer, uint64_t operation, Deadline unt
   if (is_over()) return Outcome::kDone;
   const auto began = RunClock::now();
   auto asked = began;
+  const auto poll_time = this->poll_time();
   self.awaited.store(local_[peer]);
   self.awaited_operation.store(operation);
   for (;;) {
@@ -352,7 +358,7 @@ PeerMemory::Outcome PeerMemory::watch(int peer, uint64_t operation, Deadline unt
     if (interrupted_.load()) return Outcome::kInterrupted;
     if (has_left) return Outcome::kPeerLeft;
     const auto now = RunClock::now();
-    if (may_spin_ && now - began < kSpin) {
+    if (now - began < poll_time) {
       std::this_thread::yield();  // the awaited rank may need this core
       continue;
     }

@@ -58,8 +58,13 @@ class PeerMemory {
 
   // Interval at which a waiting rank checks that its peers are alive.
   static constexpr std::chrono::milliseconds kAskEvery{50};
-  // Time for which a waiting rank polls before it sleeps. Waking up takes about as long.
-  static constexpr std::chrono::microseconds kSpin{30};
+  // Returns the time for which a waiting rank polls before it sleeps. It yields its core between two looks. If each
+  // rank computes in one thread, a yield hands the core to a rank that has work, without the delay of waking a sleeper.
+  // (Open MPI and MPICH poll without end.) Other threads of a rank would compute beside a polling rank, which delays
+  // them. Then a rank polls only if there is a core for each rank, and only for about the time of waking up.
+  static constexpr std::chrono::microseconds poll_time(int ranks, int cores, int threads) {
+    return std::chrono::microseconds(threads == 1 ? 1000 : ranks <= cores ? 30 : 0);
+  }
   // Size of the largest small message, in bytes.
   static constexpr uint64_t kAtOnceBytes = 1 << 16;
 
@@ -100,7 +105,7 @@ class PeerMemory {
   bool is_interrupted() const { return interrupted_.load(); }
   bool has_left(int peer) const { return member(peer).has_left.load() != 0; }  // the peer accesses no memory any more
   bool is_alive(int peer) const;                                               // whether the peer's process is running
-  bool may_spin() const { return may_spin_; }
+  std::chrono::microseconds poll_time() const;  // with the current number of this process's intra-operator threads
 
   // Cancels all announcements that are not being copied, and ends the waits of peers for them. Afterwards no peer
   // accesses this rank's memory, unless a peer has stopped during a copy. If a copy lasts over a second, returns false:
@@ -127,7 +132,7 @@ class PeerMemory {
   const std::vector<Peer> peers_;                 // indexed by number on this host
   std::unique_ptr<TracerPermission> permission_;  // lets peers access this process's memory, until close()
   const std::chrono::milliseconds timeout_;
-  const bool may_spin_;               // whether there is a processor for every rank
+  const int cores_;                   // that this process may use
   std::vector<Announced> announced_;  // this rank's messages; some may be complete
   size_t reap_at_ = 64;
   uint64_t copied_bytes_ = 0;

@@ -132,7 +132,8 @@ SharedRounds::Outcome SharedRounds::watch(Deadline until, int& peer, IsOver is_o
   peer = -1;
   if (is_over()) return Outcome::kDone;
   const auto began = RunClock::now();
-  while (memory_.may_spin() && RunClock::now() - began < PeerMemory::kSpin) {
+  const auto poll_time = memory_.poll_time();
+  while (RunClock::now() - began < poll_time && !memory_.is_interrupted()) {
     if (is_over()) return Outcome::kDone;
     std::this_thread::yield();  // the awaited rank may need this core
   }
