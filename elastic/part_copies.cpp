@@ -230,8 +230,8 @@ PartCopy::PartCopy(CopyStore& store, CopyMemories& memories, UnchangedPieces& un
       memory_(memories.take(HostCopies::bytes_for(plan_.pieces))),
       copies_(device_.is_cpu() ? tensor_of(memory_) : std::move(staging)) {
   check_extra(plan_.extra);
-  if (device_.is_cpu()) shared_ = unchanged_.take(name_.generation, frozen_, plan_.pieces);
-  copies_.begin(plan_, device_);
+  if (device_.is_cpu()) shared_ = unchanged_.take(name_.generation, frozen_, plan_.pieces, kBlockBytes);
+  copies_.begin(plan_, device_, kBlockBytes);
   const SigpipeBlock no_sigpipe;  // the new thread inherits the blocked signal
   thread_ = std::thread([this] { run(); });
 }
@@ -254,7 +254,7 @@ void PartCopy::run() {
   const at::NoGradGuard no_grad;
   try {
     copies_.end(plan_, device_, [] {});
-    if (!device_.is_cpu()) shared_ = unchanged_.take(name_.generation, frozen_, plan_.pieces);
+    if (!device_.is_cpu()) shared_ = unchanged_.take(name_.generation, frozen_, plan_.pieces, kBlockBytes);
     plan_.pieces.insert(plan_.pieces.begin(), std::make_move_iterator(shared_.begin()),
                         std::make_move_iterator(shared_.end()));
     shared_.clear();

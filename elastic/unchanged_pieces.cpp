@@ -36,7 +36,7 @@ at::Tensor tensor_of(const std::shared_ptr<CopyMemory>& memory) {
 }
 
 std::vector<Piece> UnchangedPieces::take(int64_t generation, const std::set<std::string>& frozen,
-                                         std::vector<Piece>& pieces) {
+                                         std::vector<Piece>& pieces, int64_t block_bytes) {
   const NoGradNoInferenceGuard quiet;
   if (std::exchange(generation_, generation) != generation) {
     changed_.clear();
@@ -54,7 +54,7 @@ std::vector<Piece> UnchangedPieces::take(int64_t generation, const std::set<std:
     const auto found = held_.find(key_of(piece));
     if (found == held_.end())
       are_held = false;
-    else if (!has_bytes_of(found->second, piece))
+    else if (!has_bytes_of(found->second.data(), piece))
       changed_.insert(piece.name);
   }
   SavePlan shared;
@@ -65,8 +65,10 @@ std::vector<Piece> UnchangedPieces::take(int64_t generation, const std::set<std:
   // Reuses memory of which at most an eighth is unused (buffers may have changed). Otherwise allocates new memory.
   if (are_held && memory_ && bytes >= memory_->bytes() - memory_->bytes() / 8) {
     for (Piece& piece : shared.pieces) {
-      piece.data = [held = held_.at(key_of(piece))] { return held; };
+      const Piece& held = held_.at(key_of(piece));
+      piece.data = held.data;
       piece.view = nullptr;
+      piece.checksums = held.checksums;
     }
     return std::move(shared.pieces);
   }
@@ -74,9 +76,9 @@ std::vector<Piece> UnchangedPieces::take(int64_t generation, const std::set<std:
   memory_ = shared.pieces.empty() ? nullptr : std::make_shared<CopyMemory>(bytes);
   if (!memory_) return {};
   HostCopies copies(tensor_of(memory_));
-  copies.begin(shared, at::kCPU);
+  copies.begin(shared, at::kCPU, block_bytes);
   copies.end(shared, at::kCPU, [] {});
-  for (const Piece& piece : shared.pieces) held_[key_of(piece)] = piece.data();
+  for (const Piece& piece : shared.pieces) held_[key_of(piece)] = piece;
   return std::move(shared.pieces);
 }
 

@@ -23,8 +23,10 @@ class UnchangedPieces {
  public:
   // Moves the pieces of `frozen` parameters and of buffers out of `pieces`, and returns them with their data in
   // memory(). Copies the data if the memory is new; otherwise the memory already holds equal bytes. Pieces of tensors
-  // that have changed since the group began stay in `pieces`.
-  std::vector<Piece> take(int64_t generation, const std::set<std::string>& frozen, std::vector<Piece>& pieces);
+  // that have changed since the group began stay in `pieces`. Pieces have the checksums of blocks of `block_bytes`,
+  // which must be equal in all calls.
+  std::vector<Piece> take(int64_t generation, const std::set<std::string>& frozen, std::vector<Piece>& pieces,
+                          int64_t block_bytes);
   // The shared memory; null if no pieces are shared. Must not be written to while a part uses it.
   const std::shared_ptr<CopyMemory>& memory() const { return memory_; }
 
@@ -33,7 +35,7 @@ class UnchangedPieces {
 
   int64_t generation_ = -1;
   std::set<std::string> changed_;
-  std::map<Key, at::Tensor> held_;  // data in memory_
+  std::map<Key, Piece> held_;  // their data is in memory_
   std::shared_ptr<CopyMemory> memory_;
 };
 

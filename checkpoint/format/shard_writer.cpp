@@ -4,7 +4,6 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/errors.h>
-#include "checkpoint/format/checksum.h"
 #include "core/runtime/lazy_values.h"
 
 namespace tessera::internal {
@@ -12,16 +11,18 @@ namespace {
 
 constexpr int64_t kWriteBytes = int64_t{8} << 20;  // approximate size of one write
 
-// Writes a slice, several whole blocks at a time. Returns the blocks' checksums.
-std::vector<uint64_t> write_slice(OutputFile& file, const at::Tensor& data, int64_t block_bytes,
-                                  const Progress& progress) {
+// Writes a slice, several whole blocks at a time. Returns the checksums of the blocks; computes them if the piece has
+// none of such blocks.
+std::vector<uint64_t> write_slice(OutputFile& file, const Piece& piece, int64_t block_bytes, const Progress& progress) {
+  const at::Tensor data = checked_data(piece);
   const char* from = static_cast<const char*>(data.const_data_ptr());
   const auto bytes = static_cast<int64_t>(data.nbytes());
   const int64_t step = std::max<int64_t>(1, kWriteBytes / block_bytes) * block_bytes;
-  std::vector<uint64_t> sums;
+  const bool are_known = piece.checksums.block_bytes == block_bytes;
+  std::vector<uint64_t> sums = are_known ? piece.checksums.sums : std::vector<uint64_t>();
   for (int64_t begin = 0; begin < bytes; begin += step) {
     const int64_t end = std::min(begin + step, bytes);
-    for (int64_t block = begin; block < end; block += block_bytes)
+    for (int64_t block = begin; block < end && !are_known; block += block_bytes)
       sums.push_back(checksum(from + block, std::min(block_bytes, end - block)));
     file.append(from + begin, end - begin);
     if (progress) progress(end - begin);
@@ -53,8 +54,7 @@ void write_rank_file(const std::filesystem::path& path, const RankFileFields& fi
   const auto start_bytes = static_cast<int64_t>(room.size());
   const int64_t bytes = entries.empty() ? start_bytes : entries.back().begin + entries.back().bytes;
   const auto file = storage_of(path).create(path, start_bytes, bytes);
-  for (const Piece* piece : pieces)
-    checksums[piece->name] = write_slice(*file, checked_data(*piece), fields.block_bytes, progress);
+  for (const Piece* piece : pieces) checksums[piece->name] = write_slice(*file, *piece, fields.block_bytes, progress);
   const std::string header = format_rank_header(entries, metadata, fields, checksums, with_rng);
   if (header.size() != room.size()) throw std::logic_error(path.string() + ": its header has changed its length");
   file->finish(header);
@@ -78,10 +78,14 @@ std::vector<std::vector<const Piece*>> spread_over_files(const std::vector<Piece
 
 int64_t bytes_of(const Piece& piece) { return tensor_bytes(piece.box.sizes, piece.dtype).value(); }
 
+bool can_be_data(const Piece& piece, const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.is_contiguous() && !has_lazy_values(tensor) && tensor.scalar_type() == piece.dtype &&
+         tensor.sizes() == at::IntArrayRef(piece.box.sizes);
+}
+
 at::Tensor checked_data(const Piece& piece) {
   const at::Tensor data = piece.data();
-  if (!data.is_cpu() || !data.is_contiguous() || has_lazy_values(data) || data.scalar_type() != piece.dtype ||
-      data.sizes() != at::IntArrayRef(piece.box.sizes))
+  if (!can_be_data(piece, data))
     throw std::logic_error("the data for the slice " + to_string(piece.box) + " of '" + piece.name +
                            "' is not what was announced");
   return data;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/format/checksum.h"
 #include "checkpoint/format/rank_files.h"
 #include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/saved_tensors.h"
@@ -31,8 +32,12 @@ struct Piece {
   std::vector<int64_t> order;
   // Returns a view of the live tensor's elements in the box, on any device, with any strides. Null if no view exists.
   std::function<at::Tensor()> view = nullptr;
+  // Checksums of the blocks of data(). write_rank_files() computes them itself if their block_bytes is not its own.
+  BlockChecksums checksums = {};
 };
 int64_t bytes_of(const Piece& piece);
+// Returns whether the tensor can be the result of piece.data(): its dtype, shape, device and layout are right.
+bool can_be_data(const Piece& piece, const at::Tensor& tensor);
 // Returns piece.data(). Throws std::logic_error if the returned tensor does not match the piece.
 at::Tensor checked_data(const Piece& piece);
 

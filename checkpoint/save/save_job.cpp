@@ -222,7 +222,7 @@ void SaveJob::start(const std::function<SavePlan()>& plan) {
       plan_ = plan();
       check_extra(plan_.extra);
       copied_ = plan_.watched.empty();
-      copies_.begin(plan_, comm_->device());
+      copies_.begin(plan_, comm_->device(), options_.block_bytes);
       // The thread starts to work only after all ranks have started their threads.
       thread_ = std::thread([this, agreed = agreement.get_future()]() mutable {
         if (agreed.get()) background();

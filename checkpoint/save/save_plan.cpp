@@ -75,13 +75,20 @@ int64_t HostCopies::bytes_for(const std::vector<Piece>& pieces) {
 // Copies a piece from the live tensor to `room`. For a device tensor, starts the copy without blocking.
 void HostCopies::copy(Piece& piece, const at::Tensor& room) {
   at::Tensor from = piece.view ? piece.view() : piece.data();
-  room.copy_(from, /*non_blocking=*/true);
+  piece.checksums = {};
+  if (can_be_data(piece, from))
+    piece.checksums =
+        copy_with_checksums(static_cast<char*>(room.mutable_data_ptr()),
+                            static_cast<const char*>(from.const_data_ptr()), bytes_of(piece), block_bytes_);
+  else
+    room.copy_(from, /*non_blocking=*/true);
   if (!from.is_cpu()) sources_.push_back(std::move(from));
   piece.data = [room] { return room; };
   piece.view = nullptr;
 }
 
-void HostCopies::begin(SavePlan& plan, at::Device device) {
+void HostCopies::begin(SavePlan& plan, at::Device device, int64_t block_bytes) {
+  block_bytes_ = block_bytes;
   const NoGradNoInferenceGuard quiet;  // makes normal tensors, to which another thread and the next save can write
   room_ = room_for(plan.pieces, memory_, device.is_cuda());
   for (size_t i = 0; i < plan.pieces.size(); ++i) {

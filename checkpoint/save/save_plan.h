@@ -45,6 +45,8 @@ void check_extra(const nlohmann::json& extra);
 
 // Copies a plan's pieces to host memory, which the next save reuses. begin() and end() make each piece's data() return
 // the copy. Device data is copied to pinned memory. Only end() and take_memory() block until the copies have completed.
+// The thread that copies contiguous CPU data also computes its checksums, in the same pass. So the writer, on another
+// thread, does not read the data again. Together this takes about as long as a plain copy.
 class HostCopies {
  public:
   explicit HostCopies(at::Tensor memory = {}) : memory_(std::move(memory)) {}
@@ -53,8 +55,8 @@ class HostCopies {
   static int64_t bytes_for(const std::vector<Piece>& pieces);
 
   // Copies all pieces except watched tensors, which end() copies. Copies from the model's device run on the current
-  // stream, after earlier and before later work.
-  void begin(SavePlan& plan, at::Device device);
+  // stream, after earlier and before later work. `block_bytes` is the size of the blocks that have checksums.
+  void begin(SavePlan& plan, at::Device device, int64_t block_bytes);
   // Copies the remaining pieces and blocks until all copies have completed. May be called on any thread. Throws
   // std::invalid_argument if a watched tensor was modified since begin(). Calls `progress` after each copy.
   void end(SavePlan& plan, at::Device device, const std::function<void()>& progress);
@@ -67,6 +69,7 @@ class HostCopies {
   void await_copies();
 
   at::Tensor memory_;
+  int64_t block_bytes_ = 0;
   std::vector<at::Tensor> room_;     // the destination of each piece in memory_
   std::vector<size_t> later_;        // indices of pieces that end() copies
   std::vector<at::Tensor> sources_;  // sources of device copies in flight

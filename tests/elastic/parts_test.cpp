@@ -317,7 +317,10 @@ struct PiecesOfParts {
                               piece_of("trained", trained, TensorKind::kParameter),
                               piece_of("buffer", buffer, TensorKind::kBuffer)};
     std::map<std::string, const float*> places;
-    for (const Piece& piece : unchanged.take(generation, {"frozen"}, pieces)) {
+    for (const Piece& piece : unchanged.take(generation, {"frozen"}, pieces, /*block_bytes=*/4096)) {
+      const at::Tensor data = piece.data();
+      const auto sums = {checksum(data.const_data_ptr(), static_cast<int64_t>(data.nbytes()))};
+      EXPECT_EQ(piece.checksums.sums, std::vector<uint64_t>(sums)) << piece.name;
       EXPECT_TRUE(unchanged.memory()->contains(static_cast<const char*>(piece.data().const_data_ptr()), 4));
       places[piece.name] = piece.data().const_data_ptr<float>();
     }
