@@ -384,8 +384,8 @@ class CoreSimulation {
   // Makes a waiting rank check its exchange again: at once if the rank still polls, else after wake_s.
   void look(int rank) {
     if (!is_simulated(rank) || !turns_.sleeps(static_cast<size_t>(rank)) || !at(rank).is_asleep) return;
-    const auto poll_time = PeerMemory::poll_time(ranks_, speed_.cores, /*threads=*/1);
-    const bool sleeps = turns_.now_s() - at(rank).began_s > std::chrono::duration<double>(poll_time).count();
+    const std::chrono::duration<double> polling = poll_time(ranks_, speed_.cores, /*threads=*/1);
+    const bool sleeps = turns_.now_s() - at(rank).began_s > polling.count();
     turns_.wake(static_cast<size_t>(rank), turns_.now_s() + (sleeps ? speed_.wake_s : 0));
   }
 

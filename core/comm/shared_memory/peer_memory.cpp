@@ -202,7 +202,7 @@ PeerMemory::PeerMemory(int rank, std::vector<int> local, std::shared_ptr<SharedB
 PeerMemory::~PeerMemory() { close(); }
 
 std::chrono::microseconds PeerMemory::poll_time() const {
-  return poll_time(board_->ranks(), cores_, at::get_num_threads());
+  return internal::poll_time(board_->ranks(), cores_, at::get_num_threads());
 }
 
 std::string cause_of(PeerMemory::Outcome outcome) { return kCauses[static_cast<size_t>(outcome)]; }

@@ -16,6 +16,14 @@
 
 namespace tessera::internal {
 
+// Returns the time for which a waiting rank polls before it sleeps. It yields its core between two looks. If each rank
+// computes in one thread, a yield hands the core to a rank that has work, without the delay of waking a sleeper. (Open
+// MPI and MPICH poll without end.) Other threads of a rank would compute beside a polling rank, which delays them. Then
+// a rank polls only if there is a core for each rank, and only for about the time of waking up.
+constexpr std::chrono::microseconds poll_time(int ranks, int cores, int threads) {
+  return std::chrono::microseconds(threads == 1 ? 1000 : ranks <= cores ? 30 : 0);
+}
+
 // Copies messages between ranks of one host directly from memory to memory: one copy, without socket or staging buffer.
 //
 // Both sides announce a message on a board that the ranks share (shared_board.h), with the address of the tensor and a
@@ -58,13 +66,6 @@ class PeerMemory {
 
   // Interval at which a waiting rank checks that its peers are alive.
   static constexpr std::chrono::milliseconds kAskEvery{50};
-  // Returns the time for which a waiting rank polls before it sleeps. It yields its core between two looks. If each
-  // rank computes in one thread, a yield hands the core to a rank that has work, without the delay of waking a sleeper.
-  // (Open MPI and MPICH poll without end.) Other threads of a rank would compute beside a polling rank, which delays
-  // them. Then a rank polls only if there is a core for each rank, and only for about the time of waking up.
-  static constexpr std::chrono::microseconds poll_time(int ranks, int cores, int threads) {
-    return std::chrono::microseconds(threads == 1 ? 1000 : ranks <= cores ? 30 : 0);
-  }
   // Size of the largest small message, in bytes.
   static constexpr uint64_t kAtOnceBytes = 1 << 16;
 
@@ -105,7 +106,7 @@ class PeerMemory {
   bool is_interrupted() const { return interrupted_.load(); }
   bool has_left(int peer) const { return member(peer).has_left.load() != 0; }  // the peer accesses no memory any more
   bool is_alive(int peer) const;                                               // whether the peer's process is running
-  std::chrono::microseconds poll_time() const;  // with the current number of this process's intra-operator threads
+  std::chrono::microseconds poll_time() const;  // for the current number of this process's intra-operator threads
 
   // Cancels all announcements that are not being copied, and ends the waits of peers for them. Afterwards no peer
   // accesses this rank's memory, unless a peer has stopped during a copy. If a copy lasts over a second, returns false:
