@@ -64,6 +64,7 @@ void BucketContent::wait_for_more(size_t member, const at::Tensor& gradient) {
 void BucketContent::put(const GradientBucket& bucket, size_t member, const at::Tensor& gradient, bool is_first) {
   is_first ? uses.use() : uses.join();
   if (is_first && has_bytes_of_place(bucket, member, gradient)) {
+    if (is_without_data()) return;
     const auto [values, offset] = place_of(bucket, member);
     auto* const place = static_cast<std::byte*>(values.mutable_data_ptr()) + offset * values.element_size();
     std::memcpy(place, gradient.const_data_ptr(), gradient.nbytes());
@@ -80,8 +81,7 @@ bool BucketContent::has_bytes_of_place(const GradientBucket& bucket, size_t memb
   const ParameterGeometry& geometry = bucket.geometries[member];
   return gradient.is_cpu() && gradient.layout() == at::kStrided && gradient.numel() > 0 &&
          gradient.nbytes() <= kSmallGradientBytes && gradient.scalar_type() == bucket.dtype &&
-         gradient.sizes() == at::IntArrayRef(geometry.sizes) &&
-         gradient.strides() == at::IntArrayRef(geometry.strides) && !is_without_data();
+         gradient.sizes() == at::IntArrayRef(geometry.sizes) && gradient.strides() == at::IntArrayRef(geometry.strides);
 }
 
 std::pair<at::Tensor, int64_t> BucketContent::place_of(const GradientBucket& bucket, size_t member) const {

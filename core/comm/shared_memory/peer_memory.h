@@ -18,9 +18,10 @@ namespace tessera::internal {
 
 // Returns the time for which a waiting rank polls before it sleeps. It yields its core between two looks. If each rank
 // computes in one thread, a yield hands the core to a rank that has work, without the delay of waking a sleeper. (Open
-// MPI and MPICH poll without end.) Other threads of a rank would compute beside a polling rank, which delays them. Then
-// a rank polls only if there is a core for each rank, and only for about the time of waking up.
+// MPI and MPICH poll without end.) A rank does not poll if many ranks share a core, because their looks take time. If
+// ranks have several threads, a rank polls for about the time of waking up, because it delays the threads of others.
 constexpr std::chrono::microseconds poll_time(int ranks, int cores, int threads) {
+  if (ranks > 2 * cores) return std::chrono::microseconds(0);
   return std::chrono::microseconds(threads == 1 ? 1000 : ranks <= cores ? 30 : 0);
 }
 
