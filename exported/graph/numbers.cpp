@@ -24,6 +24,12 @@ c10::IValue checked(const std::optional<int64_t>& value) {
   return *value;
 }
 
+// Returns the second number. Throws if it is zero, as Python does.
+double divisor(const Numbers& n) {
+  TORCH_CHECK(real(n[1]) != 0, "division by zero");
+  return real(n[1]);
+}
+
 c10::IValue add(const Numbers& n) {
   if (!both_integers(n)) return real(n[0]) + real(n[1]);
   int64_t sum = 0;
@@ -41,22 +47,19 @@ c10::IValue multiply(const Numbers& n) {
                                                                                 : std::optional(product));
 }
 c10::IValue floor_divide(const Numbers& n) {
-  if (!both_integers(n)) return std::floor(real(n[0]) / real(n[1]));
+  if (!both_integers(n)) return std::floor(real(n[0]) / divisor(n));
   return checked(floor_division(integer(n[0]), integer(n[1])));
 }
 c10::IValue modulo(const Numbers& n) {
   if (both_integers(n)) return checked(floor_modulo(integer(n[0]), integer(n[1])));
-  const double b = real(n[1]), rest = std::fmod(real(n[0]), b);
+  const double b = divisor(n), rest = std::fmod(real(n[0]), b);
   return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }
 c10::IValue power(const Numbers& n) {
   if (both_integers(n) && integer(n[1]) >= 0) return checked(integer_power(integer(n[0]), integer(n[1])));
   return std::pow(real(n[0]), real(n[1]));
 }
-c10::IValue divide(const Numbers& n) {
-  TORCH_CHECK(real(n[1]) != 0, "division by zero");
-  return real(n[0]) / real(n[1]);
-}
+c10::IValue divide(const Numbers& n) { return real(n[0]) / divisor(n); }
 c10::IValue negative(const Numbers& n) { return n[0].isDouble() ? c10::IValue(-n[0].toDouble()) : subtract({0, n[0]}); }
 c10::IValue positive(const Numbers& n) { return n[0].isBool() ? c10::IValue(integer(n[0])) : n[0]; }
 

@@ -25,7 +25,10 @@ class StructureReader {
     for (const json& child : children) structure.children_.push_back(read(child));
     structure.kind_ = Structure::Kind::kSequence;
     auto names = names_of(text_of(type), field(spec, "context"));
-    if (names.empty() && text_of(type) == "builtins.dict") structure.kind_ = Structure::Kind::kDict;
+    if (names.empty() && text_of(type) == "builtins.dict") {
+      if (!children.empty()) throw ExportedError("a dict of a structure has children without names");
+      structure.kind_ = Structure::Kind::kDict;
+    }
     if (names.empty() || names.size() != children.size()) return structure;
     structure.kind_ = Structure::Kind::kDict;
     structure.names_ = std::move(names);

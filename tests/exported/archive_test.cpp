@@ -18,6 +18,7 @@
 #include "exported/archive/archive.h"
 #include "exported/graph/expression.h"
 #include "exported/graph/operators.h"
+#include "exported/graph/steps.h"
 
 namespace tessera::exported_test {
 using namespace internal;
@@ -132,6 +133,20 @@ TEST(Archive, UnknownThingsAreNamedWithNodeAndLine) {
   Changed object("adapted");
   object.nodes()[0]["inputs"][1]["arg"] = {{"as_custom_obj", {{"name", "o"}, {"class_fqn", "c"}}}};
   expect_contains(object.error(), "'as_custom_obj'");
+}
+
+TEST(Archive, ADictWhoseChildrenHaveNoNamesIsRefused) {
+  for (const json& context : {json(), json("[]"), json("")}) {
+    Changed archive("adapted");
+    json& text = archive.program["graph_module"]["module_call_graph"][0]["signature"]["in_spec"];
+    json spec = json::parse(text.get<std::string>());
+    json& keywords = spec[1]["children_spec"][1];
+    ASSERT_EQ(keywords["type"], "builtins.dict");
+    keywords["children_spec"].push_back({{"type", nullptr}, {"context", nullptr}, {"children_spec", json::array()}});
+    keywords["context"] = context;
+    text = spec.dump();
+    expect_contains(archive.error(), "a dict of a structure has children without names");
+  }
 }
 
 // Collects libtorch's warnings on this thread during its lifetime.
@@ -489,6 +504,17 @@ TEST(Archive, GraphsThatWereChangedAreRefusedOrRun) {
   }
   EXPECT_GT(loaded, tried / 20);
   EXPECT_LT(loaded, tried);
+}
+
+TEST(NumberStep, DividesAsPythonDoes) {
+  const auto result = [](const char* target, double a, double b) {
+    return NumberStep::find(target, 2)({a, b}).toDouble();
+  };
+  EXPECT_EQ(result("_operator.floordiv", 7.5, -2), -4);
+  EXPECT_EQ(result("_operator.mod", 7.5, -2), -0.5);
+  EXPECT_EQ(result("_operator.truediv", 7.5, -2), -3.75);
+  for (const char* target : {"_operator.floordiv", "_operator.mod", "_operator.truediv"})
+    EXPECT_THROW(result(target, 1, 0), c10::Error) << target;
 }
 
 TEST(Expression, ComputesAsPythonDoes) {
