@@ -11,7 +11,7 @@ namespace tessera::internal {
 // changes of the converted tensors back to the caller's tensors. Must be used by one thread, during one forward.
 class ConvertedInputs {
  public:
-  // Returns `own` itself if it has this dtype, otherwise a converted copy. A second call returns the same copy.
+  // Returns `own` itself if it has this dtype, otherwise a converted copy. Later calls for `own` return the same copy.
   at::Tensor convert(const at::Tensor& own, at::ScalarType dtype);
   // Copies in-place changes to the caller's tensors. Autograd records the copies.
   void copy_changes() const;

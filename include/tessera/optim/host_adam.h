@@ -26,7 +26,7 @@ namespace tessera {
 //
 // Steps of revocable_steps() keep previous values beside the parameter: in host memory, on disk or on the device. The
 // first step allocates 12 bytes for each fp32 element, 16 with amsgrad. In host memory, a step writes the new state to
-// the spare tensors of the previous values. Then it swaps old and new tensors, which costs less than a copy.
+// spare tensors, and keeps the old tensors as the previous values. This saves a copy.
 class HostAdam : public torch::optim::Adam, public PartialStep {
  public:
   using torch::optim::Adam::Adam;

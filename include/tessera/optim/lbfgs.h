@@ -78,7 +78,7 @@ struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
 
 // torch::optim::LBFGS (Liu and Nocedal, 1989; strong Wolfe as in minFunc) for sharded parameters and gradients. The
 // direction is a combination of the history's vectors, whose coefficients need only inner products (Chen et al., 2014).
-// So ranks all-gather only about 5 doubles for each remembered step in an iteration, and 5 doubles in an evaluation.
+// So ranks all-gather only about 5 doubles for each remembered step in an iteration, and 5 in a call of the closure.
 // Losses are averaged over the ranks, so all ranks take equal steps. Needs one group, and a wrapper that has the
 // gradients of its shards (FullyShardedDataParallel, DistributedDataParallel). Results equal torch's up to rounding.
 //

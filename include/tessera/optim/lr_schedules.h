@@ -24,7 +24,7 @@ class LambdaLR : public torch::optim::LRScheduler {
   // Sets the rates of step 0. The optimizer must outlive the schedule.
   LambdaLR(torch::optim::Optimizer& optimizer, std::function<double(int64_t)> factor);
 
-  // Sets the rates of a step, if the program counts steps. Throws std::invalid_argument unless 0 <= step < 2^32.
+  // Sets the rates of `step`, for programs that count steps. Throws std::invalid_argument unless 0 <= step < 2^32.
   void set_step(int64_t step);
   int64_t current_step() const { return step_count_; }  // the step whose rates are set
 

@@ -26,8 +26,8 @@ struct GroupRule {
 
 // Splits the parameters of a wrapped model into optimizer groups. A parameter belongs to the group of the first rule
 // that matches it. The last group has all other parameters, with the options `rest`. All ranks get equal groups in the
-// same order. A group may be empty. libtorch 2.15 takes a value that is the default of its class as not set, and uses
-// the optimizer's default options instead.
+// same order. A group may be empty. In libtorch 2.15, an option with its class's default value counts as not set: the
+// optimizer's default applies.
 //
 //   auto no_decay = tessera::GroupRule<AdamWOptions>{
 //       [](const tessera::NamedShard& p) { return p.sizes.size() < 2; }, AdamWOptions(1e-3).weight_decay(0)};

@@ -47,11 +47,10 @@ struct StepInBackwardOptions {
 // Every backward that reduces gradients is a step, with the results of optimizer.step(). finish() also steps parameters
 // that have only an older gradient, for example after zero_grad(false). Between backward and finish(), parameters,
 // gradients and the optimizer must not be used. finish() steps parameters on a device (OffloadOptions::device_fraction)
-// on its caller's stream. Must not be used with ShardedGradScaler, which may skip a step. Cannot
-// be used with FsdpOptions::check_finite, whose check would run after the steps. Without max_norm, or with
-// `speculative`, the wrapper's forward(), summon_full_params() and full_state_dict() throw std::logic_error before
-// finish(). If several checkpointed blocks use one unit, its gradients arrive in several parts, and backward throws
-// std::logic_error.
+// on its caller's stream. Must not be used with ShardedGradScaler, which may skip a step, or FsdpOptions::check_finite,
+// whose check would run after the steps. Without max_norm, or with `speculative`, the wrapper's forward(),
+// summon_full_params() and full_state_dict() throw std::logic_error before finish(). If several checkpointed blocks use
+// one unit, its gradients arrive in several parts, and backward throws std::logic_error.
 //
 // Note [Speculation]. `speculative` implements SuperOffload's speculation-then-validation (Lian et al., 2025), with
 // copies instead of inverse arithmetic. If backward or finish() fails, parameters and optimizer are restored to their
@@ -75,9 +74,9 @@ class StepInBackward {
   // Returns the number of finish() calls that have rolled back speculative steps.
   int64_t times_taken_back() const { return times_taken_back_; }
 
-  // Returns the OffloadOptions::device_fraction with which the host's steps of the last finish() would have ended with
-  // backward: the fraction that is on the device now, and the part that finish() waited for. From 0 to 1; 1 with
-  // max_norm but without `speculative`, because no step overlaps backward. Of this rank: use the largest of all ranks.
+  // Returns the OffloadOptions::device_fraction with which the host's steps would have ended with backward: the present
+  // fraction plus the fraction that the last finish() waited for. From 0 to 1; 1 with max_norm but without
+  // `speculative`, because no step overlaps backward. Ranks may differ: use the largest.
   double suggested_device_fraction() const { return suggested_device_fraction_; }
 
  private:
