@@ -38,7 +38,7 @@ class RunScope {
   // The communicator with which the model must be built.
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
   int steps() const { return steps_; }                    // number of steps to run
-  void end_step();                                        // must be called after the constructor and after each step
+  void end_step();                                        // must be called after make_model() and each step
   void name_parameters(const torch::nn::Module& module);  // names the modules of operators in the record
   RunRecord finish();                                     // must be called while the model exists
 

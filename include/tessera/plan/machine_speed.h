@@ -41,7 +41,7 @@ struct OperatorSpeed {
   double work_of(double flop, double bytes) const { return flop > 0 ? flop + flop_per_byte * bytes : bytes; }
 };
 
-// The class of an operator, which selects its speed. Times depend on FLOP; those of kMemory, on bytes read and written.
+// The class of an operator, which selects its speed curve: over FLOP or, for kMemory, over bytes read and written.
 enum class WorkClass : uint8_t { kMatmul, kConvolution, kAttention, kMemory };
 inline constexpr size_t kWorkClasses = 4;
 WorkClass work_class_of(const RecordedOperator& op);  // by the operator's name and FLOP

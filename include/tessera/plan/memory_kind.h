@@ -7,7 +7,7 @@ namespace tessera {
 
 // The purpose of a tensor's memory.
 enum class MemoryKind : uint8_t {
-  kUnknown,      // no scope named a kind
+  kUnknown,      // memory that no Tessera code labeled; see RunRecord
   kParameters,   // this rank's shards, and replicated parameters and buffers
   kGathered,     // full parameters of unsharded units
   kSecondary,    // secondary shards that are kept for backward, in hybrid sharding

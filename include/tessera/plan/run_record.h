@@ -78,10 +78,10 @@ struct RecordedCollective {
 // The operators of one rank's run, and the memory of its tensors after each operator. The run is real (record_run()) or
 // has no data (dry_run()). Real runs and dry runs have equal counts.
 //
-// Bytes are those that storages request from the allocator. If a tensor's kind is unknown when the tensor is created,
-// the kind is decided when the tensor is freed. A tensor created in forward is an activation if it exists when a
-// backward begins. A tensor created in backward that outlives the step is a gradient. Tensors that exist from the first
-// step to the end are optimizer state. Tensors that have existed since the constructor are parameters or buffers.
+// Bytes are those that storages request from the allocator. If a tensor's kind is unknown at its creation, the tensor's
+// lifetime decides the kind. A tensor created in forward is an activation if it exists when a backward begins. A tensor
+// created in backward that outlives the step is a gradient. Tensors that exist from the first step to the end are
+// optimizer state. Tensors that have existed since the constructor are parameters or buffers.
 struct RunRecord {
   std::vector<std::string> units;  // names; the first is "", for operators before the use of any parameter
   // Dotted names of submodules. The first is "": the root module, and operators before the use of a named parameter.
