@@ -28,11 +28,11 @@ class FileLock;
 // communicator's thread, outside forward and backward. If one rank fails, all ranks throw an error that names that
 // rank. Group, model and optimizer are then unchanged, and training can continue.
 //
-//   dir         path of the checkpoint ("out/step-000200"), equal on all ranks, on a shared file system. A save creates
-//               missing parent directories, and replaces an existing checkpoint.
+//   dir         path of the checkpoint, equal on all ranks: on a shared file system ("out/step-000200"), or "s3://...".
+//               A save creates missing parent directories, and replaces an existing checkpoint.
 //   model       any wrapper
-//   optimizer   an optimizer of the wrapper's parameters, sharded or not; optim/state/optimizer_state.h lists the types
-//   extra       values of rank 0 (step, position, ...); numbers must be finite, and binary data is not allowed
+//   optimizer   an optimizer of the wrapper's parameters, sharded or not, of a type in optim/state/optimizer_state.h
+//   extra       JSON of rank 0 (step, position, ...); numbers must be finite, and binary data is not allowed
 //
 // Throws CheckpointError for files and CommError for a broken group. Throws std::invalid_argument for bad arguments,
 // for objects or options that differ between ranks, and while the averages of a given Ema or optimizer are swapped in.
@@ -120,7 +120,7 @@ struct LoadedCheckpoint {
 };
 
 // Loads the newest complete and undamaged checkpoint in a folder. Skips and reports damaged checkpoints. Always skips a
-// checkpoint with a damaged manifest, because its age is unknown. Collective. Waits for a save like load_checkpoint().
+// checkpoint with a damaged manifest, because its age is unknown. Collective. First waits for a save in flight.
 //
 // Returns nullopt if the folder has no checkpoint. Throws CheckpointError if all are damaged, or if the folder is a
 // checkpoint, a file or a broken link. Throws CheckpointMismatch like load_checkpoint(). If an error does not prove
@@ -137,8 +137,8 @@ std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::pa
 // broken link. Not collective: must be called on rank 0 only, or while no save is in flight.
 std::optional<std::filesystem::path> latest_checkpoint(const std::filesystem::path& folder);
 
-// A lock that gives one job exclusive use of a folder, such as its output folder. The job's rank 0 holds the lock. The
-// lock is a file ".tessera.lock", which contains the holder's name and is never removed. Not collective.
+// A lock that gives one job exclusive use of a local folder, such as its output folder. The job's rank 0 holds the
+// lock. The lock is a file ".tessera.lock", which contains the holder's name and is never removed. Not collective.
 class FolderLock {
  public:
   // Creates the folder if it is missing. If another job holds the lock, throws CheckpointError with process, host and

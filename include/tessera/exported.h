@@ -44,8 +44,8 @@ struct ExportedOptions {
   // Operator namespaces that the archive may use besides "aten"; the program must link their libraries.
   std::vector<std::string> operator_namespaces{};
 
-  // false: the archive needs the checks of tools/export_model.py (gradients of decomposed programs, random operators in
-  // eval mode, ties of tensors without values). If one is missing, throws, or warns if nothing indicates an error.
+  // false: the archive needs the checks of tools/export_model.py: gradients of decomposed programs, random operators,
+  // ties of tensors without values. If one is missing, loading warns or throws, or modules keep the mode of export.
   // true: accepts missing checks, and ignores guards that cannot be parsed and the tensors' checksums.
   bool unchecked = false;
 };
@@ -95,7 +95,7 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
   NamedInputs example_inputs(int64_t batch = 0, int64_t sequence = 0) const;
   // Returns a text with the inputs' dtypes, shapes and ranges, and the number of modules of each class.
   std::string describe() const;
-  // Returns the bytes read so far of `weights` and of deferred parameters. Excludes storages that were read whole.
+  // Returns the bytes read so far from `weights` and, for deferred tensors, from the archive. Excludes all other reads.
   int64_t weight_bytes_read() const;
 
   // Returns the untied parameters that the graph uses only as weights of aten.linear, for quantize_linears().

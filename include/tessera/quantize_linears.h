@@ -62,8 +62,8 @@ struct QuantizeOptions {
 // layer whose encoded bytes were converted throws on use. clone() of a layer is not supported.
 //
 // Not collective. Throws std::invalid_argument, with nothing changed, for invalid options and if no layer is selected.
-// Also throws it, naming the layer, if a weight is tied, sharded, already quantized, or not of floating-point type. The
-// same holds for a weight that was recorded by a deferred() that has ended.
+// Also throws it, naming the layer, if a weight is tied, sharded, already quantized, or not of floating-point type.
+// After deferred() has ended, also throws it for a deferred weight whose values do not come from a file.
 std::vector<std::string> quantize_linears(torch::nn::Module& module, const QuantizeOptions& options = {});
 
 // Decodes the weights, adds the adapters, and keeps the results for evaluation. Until unmerge_adapters(), a forward in

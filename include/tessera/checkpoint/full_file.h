@@ -23,7 +23,7 @@ struct SaveFullOptions {
   int64_t max_file_bytes = 0;
 
   // Maps the model's name of a parameter or buffer to its name in the file; "" omits the name. If all names of a tied
-  // weight are omitted, so is the weight. Two tensors must not get one name. Not set: names are equal.
+  // weight are omitted, so is the weight. Two tensors must not get the same name. Not set: names are equal.
   std::function<std::string(const std::string& name)> rename{};
 
   // Returns whether the file stores the tensor of this name in the model transposed (Hugging Face's Conv1D). Such a

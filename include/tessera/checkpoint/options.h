@@ -10,7 +10,7 @@ namespace tessera {
 // Options of a save. Must be equal on all ranks.
 struct SaveOptions {
   // Number of newest complete checkpoints that a save keeps in the directory's parent; 0: all. If above 0, the parent
-  // must hold the checkpoints of one run only. Keeps files that no save wrote in a removed checkpoint.
+  // must hold the checkpoints of one run only. Also removes damaged ones. Keeps files that no save wrote.
   int keep_last = 0;
 
   // Number of bytes that one checksum covers. A rank reads whole blocks of this size, even for a smaller part. Must be
