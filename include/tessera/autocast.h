@@ -21,9 +21,9 @@ namespace tessera {
 // `enabled` = false turns autocast off for a part of the model. kHalf needs ShardedGradScaler.
 class Autocast {
  public:
-  // `dtype`: kBFloat16 or kHalf, or kFloat while an outer object casts to 16 bits. Empty: kBFloat16 on CPUs, kHalf on
-  // GPUs. `caches`: true casts each weight only once while the object exists; empty: keeps the outer object's setting.
-  // Throws std::invalid_argument for any other dtype.
+  // `dtype`: kBFloat16 or kHalf, or kFloat while an outer object casts to 16 bits. Empty: the outer object's; without
+  // one, kBFloat16 on CPUs and kHalf on GPUs. `caches`: true casts each weight only once while the object exists;
+  // empty: the outer object's. Throws std::invalid_argument for any other dtype.
   explicit Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype = std::nullopt, bool enabled = true,
                     std::optional<bool> caches = std::nullopt);
   ~Autocast();

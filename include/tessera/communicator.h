@@ -80,7 +80,7 @@ class CommunicatorBackend {
   // passes no members and position -1, and receives null.
   virtual std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                                   int position) = 0;
-  // Throws CommError if a completed operation was in fact aborted. If `all`, first waits for all operations.
+  // Throws CommError if an operation was aborted, even after its wait(). If `all`, first waits for all operations.
   virtual void require_ended(std::string_view /*what*/, bool /*all*/) {}
 
   // Detects a second thread in start() or in a blocking call. See refuse_second_thread().
@@ -156,8 +156,8 @@ class Communicator : public internal::CommunicatorBackend {
   void barrier(std::string_view what = {});  // returns when all ranks have called it
 
   // Blocks until all operations of this group and of the groups split from it complete. If an operation was aborted,
-  // throws CommError, whose text begins with `what`. Must be called before results are returned to the user. On NCCL,
-  // wait() does not block the host, and a peer's death leaves results undefined. Not collective.
+  // throws CommError, whose text begins with `what`. Must be called before results are returned to the user: on NCCL,
+  // wait() does not block the host, so results may be undefined after a peer's death. Not collective.
   void throw_if_aborted(std::string_view what);
   // Copies the result of an operation to host memory, after its wait(). Throws CommError if the operation was aborted.
   at::Tensor to_host(const at::Tensor& result, std::string_view what);
@@ -168,8 +168,8 @@ class Communicator : public internal::CommunicatorBackend {
   // and list its members' ranks in this group. Returns null if color is negative. Collective over this group.
   std::shared_ptr<Communicator> split(int color, int key = 0);
 
-  // Like split(), for colors (0 or more) that every rank can compute for all ranks. Members keep their order. One small
-  // all-reduce checks that all ranks compute equal colors. If they do not, all ranks throw std::invalid_argument.
+  // Like split(), with the color color_of(rank), 0 or more, for each rank of this group. Members keep their order. One
+  // small all-reduce checks that all ranks compute equal colors. If they do not, all ranks throw std::invalid_argument.
   std::shared_ptr<Communicator> split_by(const std::function<int(int rank)>& color_of);
 
   // Returns the members as text: "ranks 0, 2 of 4"; "" for the group of all ranks.

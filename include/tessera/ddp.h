@@ -34,11 +34,11 @@ struct DdpOptions {
   GradientCompression compression = GradientCompression::kNone;  // the wire format of gradients
 
   // For debugging. N > 0: compares all ranks' parameters in every N-th training forward. Throws std::runtime_error with
-  // the first difference. 0: never, unless the environment variable TESSERA_DEBUG is replicas or replicas:N.
+  // the first difference. 0: never, unless the environment variable TESSERA_DEBUG is replicas (N = 100) or replicas:N.
   int64_t compare_replicas_every = 0;
 
   // true: uses the backend's all-reduce, with any order of additions. false: uses Tessera's, which adds in rank order.
-  // On CPUs, true adds a barrier before each bucket, which prevents overlap: gloo itself does not compare sizes.
+  // On CPUs, true adds a barrier before each bucket to compare its size on all ranks, which prevents overlap.
   bool backend_all_reduce = false;
 
   // A gradient that has its own bucket and at least this many bytes is reduced from autograd's memory, without a copy.

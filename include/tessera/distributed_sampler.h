@@ -27,7 +27,7 @@ class EpochOrder {
   // Returns the item at position `place` of the sequence, which is in epoch place / items_numel(). Keeps one epoch's
   // permutation in memory, 8 bytes an item.
   int64_t item(int64_t place);
-  // Returns the epoch's random number in [0, bound), as an offset. Throws std::invalid_argument unless bound > 0.
+  // Returns a random number in [0, bound), fixed for each epoch. Throws std::invalid_argument unless bound > 0.
   int64_t draw_of_epoch(int64_t epoch, int64_t bound);
 
  private:
@@ -93,11 +93,11 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   // For data loaders: returns the next batch of the epoch, and nullopt after the last one. Throws std::invalid_argument
   // unless `batch_numel` equals the option of that name.
   std::optional<std::vector<size_t>> next(size_t batch_numel) override;
-  // For data loaders: begins the rest of the current epoch. If the number of items has changed, restarts that epoch.
+  // For data loaders: begins a loop over the rest of the epoch. If the number of items changes, restarts the epoch.
   void reset(std::optional<size_t> new_items_numel = std::nullopt) override;
 
-  // Begins an epoch. If `epoch` is the current epoch, a no-op, so that a resumed loop continues within it. Must be
-  // called between loops over a loader. Needed only to skip or repeat epochs.
+  // Begins an epoch; needed only to skip or repeat epochs. If `epoch` is the current epoch, a no-op, so that a resumed
+  // loop continues within it. Must not be called in a loop over a loader.
   void set_epoch(int64_t epoch);
   int rank() const;              // the constructor's `rank`
   int world_size() const;        // the constructor's `world_size`

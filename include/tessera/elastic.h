@@ -52,7 +52,7 @@ struct ElasticOptions {
   ElasticBatch batch = ElasticBatch::kKeep;
   // A rank is excluded from the next group if it stays in a broken group, or if its process is silent, for this long.
   std::chrono::milliseconds stopped_after = std::chrono::seconds(10);
-  std::chrono::milliseconds regroup_timeout = std::chrono::minutes(2);  // limit of a regroup; then run() throws
+  std::chrono::milliseconds regroup_timeout = std::chrono::minutes(2);  // if a regroup takes longer, run() throws
   // A folder of checkpoints that the program itself saves, with an integer "step" in `extra`. If no step is complete in
   // memory, restore() loads the newest checkpoint. Empty: none.
   std::filesystem::path checkpoints{};
@@ -81,7 +81,7 @@ class ElasticRunState;
 
 // Options of spawn_elastic().
 struct SpawnElasticOptions {
-  int least_ranks = 1;  // if fewer ranks are running or have succeeded, all ranks are ended
+  int least_ranks = 1;  // if fewer ranks than this are running or have succeeded, all ranks are ended
   // Maximum number of restarts of each rank. A failed rank is restarted only while another rank is alive, because the
   // new process joins the others' group as a new rank. 0: no restarts.
   int restarts = 3;
@@ -138,8 +138,8 @@ class Elastic {
   // Collective, except in a process that joins later (ElasticOptions::rendezvous) and waits in run() instead. Throws
   // std::invalid_argument for invalid or unequal options, and CommError like init().
   explicit Elastic(ElasticOptions options = {});
-  // For a program with its own store, like communicator_from(). Only this constructor uses the store, not later groups.
-  // Begins a run. A process that joins the run later must use the other constructor.
+  // For a program with its own store, which only this constructor uses. Ignores ElasticOptions::process. Begins a run;
+  // a process that joins a run later must use the other constructor.
   Elastic(c10::intrusive_ptr<c10d::Store> store, int rank, int size, ElasticOptions options = {});
   // Stops serving other ranks. Does not wait for other ranks.
   ~Elastic();

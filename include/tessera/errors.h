@@ -41,11 +41,11 @@ class ExportedError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Sets the function that receives Tessera's warnings, each a text of one line. null restores the default. By default, a
-// warning goes to libtorch's warning handler if the program has replaced that handler on the calling thread. Otherwise
-// the warning goes to stderr, but only while a group of init() or run_ranks() with ProcessSetup::print_warnings exists.
-// Without such a group, Tessera writes nothing to stdout and stderr. Any thread may call the function, even while the
-// process ends. The function must not throw. Thread-safe.
+// Sets the function that receives Tessera's warnings, each a text of one line; null restores the default. Thread-safe.
+// By default, a warning goes to libtorch's warning handler if the program has replaced that handler on the calling
+// thread. Otherwise the warning goes to stderr, but only while a group of init() or run_ranks() with
+// ProcessSetup::print_warnings exists. Without such a group, Tessera writes nothing to stdout and stderr. Any thread
+// may call `handler`, even while the process ends. `handler` must not throw.
 void set_warning_handler(std::function<void(const std::string& text)> handler);
 
 }  // namespace tessera

@@ -57,7 +57,7 @@ class EventWriter {
 
  private:
   using Clock = std::chrono::steady_clock;
-  bool write();  // needs mutex_; false: the write failed
+  bool write();  // `mutex_` must be locked; returns false if the write failed
   void tell(const std::string& problem) const noexcept;
 
   const Options options_;

@@ -21,15 +21,15 @@ class Store;
 
 namespace tessera {
 
-// The process-wide changes that init() and run_ranks() may make. Each field permits one change. A change is undone when
-// the last group whose options permitted it is destroyed. Loading Tessera, wrapping a module, and making a group over
-// the program's own store change nothing in the process. docs/launch.md has a table of the changes.
+// The process-wide changes that init(), run_ranks() and Elastic may make. Each field permits one change. A change is
+// undone when the last group whose options permitted it is destroyed. Loading Tessera, wrapping a module, and making a
+// group over the program's own store change nothing in the process. docs/launch.md has a table of the changes.
 struct ProcessSetup {
   // Replaces libtorch's CPU allocator by a cache, so that large CPU tensors reuse freed memory (memory_cache.h).
   // TESSERA_MEMORY_CACHE=0 in the environment disables the cache. Tensors that outlive the cache stay valid.
   bool cache_memory = true;
   // Sets a handler of std::terminate(). The handler first sends the text of the uncaught exception to the other ranks,
-  // so that their errors quote the text. Applies only to init() with several ranks.
+  // so that their errors quote the text. Applies to init() with several ranks, and to Elastic.
   bool terminate_handler = true;
   // Permits descendants of the ranks' launcher to read and write this process's memory under Yama's ptrace_scope 1
   // (prctl PR_SET_PTRACER). InitOptions::peer_memory needs this. Applies to init() with several gloo ranks on a host.
@@ -41,7 +41,7 @@ struct ProcessSetup {
   bool open_standard_descriptors = true;
   // Sets the number of intra-operator threads (at::set_num_threads) to the cores of this host, or the CPU quota of its
   // container, divided by its ranks, at least 1. Never raises the number. A no-op if OMP_NUM_THREADS or MKL_NUM_THREADS
-  // is set, the program has set a number, or a launcher has bound the rank to cores. Applies only to init().
+  // is set, the program has set a number, or a launcher has bound the rank to cores. Does not apply to run_ranks().
   bool share_cores = true;
   // true: init() sets the signal handlers of stop_requested(). false: the first call of stop_requested() sets them.
   bool stop_signals = false;
@@ -122,7 +122,7 @@ std::shared_ptr<Communicator> communicator_from_backend(c10::intrusive_ptr<c10d:
 // if the class has both. all_to_all() and split() need send() and recv(). Failures are published in the process group's
 // store. Without a store, ranks of one host share a store in memory; on several hosts, rank 0 opens a port for a store.
 // All ranks must call this function in the same order as other collectives. While the group exists, no other thread may
-// use the process group. A failure aborts an NCCL process group. Otherwise like the function above.
+// use the process group. A failure aborts an NCCL process group. Otherwise like communicator_from() with a store.
 template <class Group>
   requires std::is_base_of_v<c10d::ProcessGroup, Group>
 std::shared_ptr<Communicator> communicator_from(const c10::intrusive_ptr<Group>& group, GroupOptions options = {}) {
@@ -153,7 +153,7 @@ class MessageLibrary {
   virtual int most_tag() const = 0;
   // Returns a text that is equal on ranks that share memory, and different on all other ranks.
   virtual std::string host() const = 0;
-  // Returns the texts of all ranks, in rank order. Collective.
+  // Returns every rank's `own`, in rank order. Collective.
   virtual std::vector<std::string> exchange(const std::string& own) = 0;
   // Starts to send or receive `bytes` bytes. The memory must stay valid until the request is complete.
   virtual std::unique_ptr<Request> start(void* data, int bytes, int peer, int tag, bool is_send) = 0;
@@ -175,14 +175,14 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
 void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body, InitOptions options);
 
 // Starts `world` processes of this program on this machine, with argv and torchrun's environment. Returns the exit code
-// for main(): 0 if no rank failed. If a rank fails, prints its error, ends the other ranks, and returns the failed
-// rank's exit code (128 + signal). No rank outlives this process. Unless OMP_NUM_THREADS is set, sets the variable so
-// that ranks have equal shares of the cores.
+// for main(): 0 if all ranks succeed. If a rank fails, prints its error, ends the other ranks, and returns the failed
+// rank's exit code, or 128 + signal if a signal killed it. No rank outlives this process. If OMP_NUM_THREADS is not
+// set, sets it so that ranks have equal shares of the cores.
 //
-// Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the ranks. Kills (SIGKILL) ranks that are still alive `grace` after
-// the first signal. SIGUSR1, Slurm's warning, does not start this period; a rank that then ends with 128 + SIGUSR1 has
-// not failed. If ranks call stop_requested(), `grace` must suffice for a checkpoint. A second signal kills the ranks at
-// once, unless the first was SIGUSR1. After a failure, other ranks have 5 s to end, or `grace` if that is shorter.
+// Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the ranks. After one of the first three, kills (SIGKILL) ranks that
+// live longer than `grace`, or at once on a second signal, and returns 128 + signal. If ranks call stop_requested(),
+// `grace` must suffice for a checkpoint. SIGUSR1, Slurm's warning, has no such limit; a rank that then ends with 128 +
+// SIGUSR1 has not failed. After a failure, other ranks have 5 s to end, or `grace` if that is shorter.
 //
 // Throws std::invalid_argument for world < 1 or a negative `grace`. Throws std::logic_error in a process that a
 // launcher, such as this function, has started: see launched().

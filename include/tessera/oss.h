@@ -20,8 +20,8 @@ namespace tessera {
 // too. Before step(), gradients must be averaged by DistributedDataParallel, ShardedDataParallel or an all-reduce. With
 // an elementwise optimizer, the parameters equal those of the unsharded optimizer bit for bit.
 //
-// `LocalOptimizer` must have a constructor from groups and options, like torch's optimizers. torch::optim::LBFGS is
-// refused, because its line search spans all parameters. Use tessera::Lbfgs, which searches over all ranks together.
+// `LocalOptimizer` must have a constructor from groups and options, like torch's optimizers. torch::optim::LBFGS throws
+// std::invalid_argument: its line search spans all parameters. tessera::Lbfgs searches over all ranks together.
 template <class LocalOptimizer>  // not named "Optimizer": a base class of that name would hide it
 class OSS : public ShardedOptimizer {
  public:

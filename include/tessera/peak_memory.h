@@ -7,7 +7,7 @@
 
 namespace tessera {
 
-// Counts the bytes of tensors: on the CPU exactly as requested from the allocator, on an accelerator rounded up by it.
+// Counts the bytes of tensors: on the CPU as requested, on an accelerator as rounded up by the device's allocator.
 //
 //   tessera::PeakMemory memory;
 //   auto model = Gpt(config);
@@ -16,7 +16,7 @@ namespace tessera {
 // On the CPU, counts the bytes that this thread has allocated since its first PeakMemory was made, minus those freed by
 // any thread. So ranks that are threads are counted separately. The process's first PeakMemory installs a counting
 // allocator in front of libtorch's. Older tensors are not counted, so make that object early. On an accelerator, reads
-// the statistics of the caching allocator, which count all threads; reset() resets the allocator's peak.
+// the statistics of the caching allocator, which count all threads; construction and reset() reset its peak.
 //
 // The counts include temporary memory of kernels, not only tensors. Must be used by the thread that made the object.
 // Like torch.cuda.max_memory_allocated, but also for the CPU.

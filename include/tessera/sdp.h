@@ -24,15 +24,15 @@ struct SdpOptions {
   // rounded again. Empty: the gradients' own dtype.
   std::optional<at::ScalarType> reduce_dtype{};
 
-  // kInt8Blocks: each rank rounds its gradients to 8 bits once, and the owner of a parameter adds them in fp32 (see
-  // Int8Blocks).
+  // kInt8Blocks: each rank rounds its gradients to 8 bits once, and a parameter's owner adds all ranks' gradients in
+  // fp32 (see WireFormat).
   WireFormat wire = WireFormat::kDtype;
 
   bool broadcast_buffers = true;       // rank 0 sends its buffers before each forward that follows a training forward
   bool sync_models_at_startup = true;  // rank 0 sends its parameters and buffers at construction
 
   // For debugging. N > 0: compares all ranks' parameters in every N-th training forward. Throws std::runtime_error with
-  // the name of the first difference. 0: never, unless the environment variable TESSERA_DEBUG is replicas or
+  // the name of the first difference. 0: never, unless the environment variable TESSERA_DEBUG is replicas (N = 100) or
   // replicas:N. Always off if OssOptions::broadcast_dtype is set, because replicas then hold rounded values.
   int64_t compare_replicas_every = 0;
   // A gradient that has its own bucket and at least this many bytes is reduced from autograd's memory, without a copy

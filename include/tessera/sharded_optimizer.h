@@ -31,7 +31,7 @@ struct OssOptions {
   int64_t broadcast_bucket_bytes = int64_t{16} << 20;
 
   // For debugging. N > 0: compares all ranks' parameters after every N-th step. Throws std::runtime_error with the
-  // first difference. 0: never, unless TESSERA_DEBUG=replicas sets a number. Always off if broadcast_dtype is set.
+  // first difference. 0: never, unless TESSERA_DEBUG is replicas or replicas:N. Always off if broadcast_dtype is set.
   int64_t compare_replicas_every = 0;
 
   // Runs the step in host memory: copies gradients to the host, and new values back to the device. HostAdam and
@@ -61,8 +61,8 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   // Each rank steps the parameters that it owns, and then sends them to all ranks. Collective. Calls `closure`, if any,
   // once to compute the gradients, and returns its loss. Lbfgs calls the closure at each point of a line search, on all
   // ranks at once. Uses the current options of param_groups(). Throws CommError. Throws std::logic_error, with nothing
-  // changed, if averages are swapped in. Also throws it if gradients are not averages: all from no_sync(), or lost by a
-  // failed backward. With several ranks, also throws it if a parameter was converted after it was added.
+  // changed, if averages are swapped in. Also throws it if gradients are not averages: every backward ran under
+  // no_sync(), or one failed. With several ranks, also throws it if a parameter was converted after it was added.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // Adds a group. Collective. The parameters of earlier groups keep their owners.

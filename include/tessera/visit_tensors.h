@@ -49,7 +49,7 @@ concept IsNumber = std::is_arithmetic_v<Value> || std::is_enum_v<Value>;
 template <class Value>
 concept IsPlain = IsNumber<Value> || std::convertible_to<const Value&, std::string_view> ||
                   requires { requires IsNumber<typename Value::value_type>; };
-// Ranges of real elements, without proxies. Excludes types that contain themselves, such as JSON values and paths.
+// Ranges of references, not of proxies. Excludes types that contain themselves, such as JSON values and paths.
 template <class Value>
 concept IsRange = requires(Value& value) {
   value.begin() != value.end();

@@ -9,8 +9,8 @@
 
 namespace tessera {
 
-// The time that each rank has waited in collectives during an interval; equal on all ranks. A collective ends when the
-// last rank joins it, so the rank with the shortest waits is the straggler.
+// The time that each rank has waited in collectives during an interval. All ranks get equal reports. A collective ends
+// when the last rank joins it, so the rank with the shortest waits is the straggler.
 struct WaitReport {
   struct Rank {
     double wait_s = 0;      // seconds that the rank's thread spent in Pending::wait()

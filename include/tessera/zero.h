@@ -61,7 +61,7 @@ struct ZeroOptions {
   static Parameters parameters_of(const torch::nn::Module& module) { return internal::parameters_by_name(module); }
 };
 
-// These overloads map a type of options to the type of the optimizer. Declared only for decltype(); not defined.
+// These overloads map each options type to its optimizer type. Declared only for decltype(); not defined.
 torch::optim::Adam optimizer_of(const torch::optim::AdamOptions&);
 torch::optim::AdamW optimizer_of(const torch::optim::AdamWOptions&);
 torch::optim::SGD optimizer_of(const torch::optim::SGDOptions&);
@@ -235,9 +235,9 @@ class Zero : public ModelShards {
 //   model.zero_grad();
 //
 // The type of `options` selects the optimizer, unless the caller names one: zero<MyAdam>(...). If the optimizer is
-// elementwise and of torch::optim, all stages produce bit-equal fp32 and fp64 parameters at the same world size. Others
-// and 16-bit parameters are equal to a rounding. Collective. Throws std::invalid_argument unless `stage` is 0 to 3, and
-// the errors of the stage's wrappers.
+// elementwise and of torch::optim, all stages produce bit-equal fp32 and fp64 parameters at the same world size. With
+// other optimizers or 16-bit parameters, stages agree up to rounding. Collective. Throws std::invalid_argument unless
+// `stage` is 0 to 3, and the errors of the stage's wrappers.
 template <class Optimizer = void, class Holder, class Options>
 auto zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm,
           const ZeroOptions& zero_options = {}) {

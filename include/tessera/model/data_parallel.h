@@ -21,7 +21,7 @@ class Optimizer;
 
 namespace tessera {
 
-// The bytes of tensors that a wrapper holds on this rank. FlatLayout predicts each number.
+// The bytes of tensors that a wrapper holds on this rank.
 struct MemoryReport {
   int64_t shard_bytes = 0;           // this rank's part of the parameters
   int64_t grad_bytes = 0;            // this rank's part of the gradients
@@ -46,7 +46,7 @@ struct MemoryReport {
 namespace internal {
 class BackwardPass;
 
-// Returns the module of a holder or pointer. Throws std::invalid_argument if it is empty.
+// Returns the module of a holder or pointer. Throws std::invalid_argument if `holder` is empty.
 template <class Holder>
 torch::nn::Module& module_in_holder(Holder& holder) {
   if (!holder) throw std::invalid_argument("a wrapper was given an empty module holder, expected one with a module");
@@ -59,9 +59,9 @@ torch::OrderedDict<std::string, at::Tensor> defined_buffers(const torch::nn::Mod
 
 // The interface of all wrappers for training loops. forward() is in the derived classes.
 //
-// Must be used by one thread at a time, from the start of forward to its end, and of backward to its end. If a second
-// thread calls forward() or clip_grad_norm_() meanwhile, that call throws std::logic_error, and the first thread
-// continues. On CPUs this also holds for a second backward. Other calls are not checked.
+// Must be used by one thread at a time. If a second thread calls forward() or clip_grad_norm_() while the first is in
+// one of these calls or in backward, that call throws std::logic_error, and the first thread continues. On CPUs this
+// also holds for a second backward. Other calls are not checked.
 class DataParallel : public ModelShards {
  public:
   // While the scope exists, backward adds up this rank's own full gradients of all parameters. The next backward

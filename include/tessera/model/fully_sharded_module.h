@@ -26,11 +26,11 @@ class FullyShardedModule : public DataParallel, public internal::GradientSource 
  public:
   // parameters() returns this rank's part of every parameter, each once, in the module's order. The parts are 1-D leaf
   // tensors of the parameter's dtype, empty if the rank owns no element. They are on the communicator's device, or in
-  // host memory if FsdpOptions::offload.params is true, except the part of offload.device_fraction. Any torch::optim
-  // optimizer accepts them, in any groups. Writing to them (under NoGradGuard, or through .data()) changes the model.
-  // After backward `.grad()` is the average over ranks, or undefined if no rank used the parameter. After a backward
-  // that failed or ran under no_sync(), `.grad()` is a placeholder. Operators on it throw, naming the parameter, until
-  // zero_grad() or a backward that reduces.
+  // host memory if FsdpOptions::offload.params is true, except units that offload.device_fraction keeps on the device.
+  // Any torch::optim optimizer accepts them, in any groups. Writing to them (under NoGradGuard, or through .data())
+  // changes the model. After backward `.grad()` is the average over ranks, or undefined if no rank used the parameter.
+  // After a backward that failed or ran under no_sync(), `.grad()` is a placeholder. Operators on it throw, naming the
+  // parameter, until zero_grad() or a backward that reduces.
 
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
 

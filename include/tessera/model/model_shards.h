@@ -44,15 +44,15 @@ class ModelShards {
   // Returns every parameter once, in the module's order, with the same names on every rank.
   virtual std::vector<NamedShard> named_shards() const = 0;
   // Returns the shards to save. They have the module's current values, which summon_full_params() or set_data() may
-  // have changed. Throws std::logic_error, naming the unit, if these changes are temporary. Also throws it, naming the
-  // parameter, if a parameter was registered after wrapping.
+  // have changed. Throws std::logic_error, naming the unit, if a scope with SummonOptions::writeback = false will drop
+  // changes. Also throws it, naming the parameter, if a parameter was registered after wrapping.
   virtual std::vector<NamedShard> shards_to_save() const { return named_shards(); }
   // Returns, for each of named_shards(), the part that `rank` of comm() holds. Does not communicate. Throws
   // std::logic_error if parameters are sharded and the wrapper does not override this function.
   virtual std::vector<HeldPart> held_by(int rank) const;
   // Returns the leaf tensors of named_shards(), for an optimizer.
   std::vector<at::Tensor> parameters() const;
-  // Returns the leaf tensors by the first names of their parameters.
+  // Returns parameters(), keyed by NamedShard::fqn.
   torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
   // Clears the gradients of parameters(), as optimizer.zero_grad() does.
   void zero_grad(bool set_to_none = true);

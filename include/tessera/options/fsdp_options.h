@@ -22,8 +22,8 @@ struct SummonOptions {
   // true: full parameters are in host memory, and an accelerator holds only one full flat parameter at a time.
   // Parameters may be read and changed, but forward() in the scope throws std::logic_error. No effect on CPUs.
   bool offload_to_cpu = false;
-  // The units to unshard, by the names that describe() prints: "blocks.3", "(root)". Empty: all units. Other units are
-  // gathered when an operator uses them.
+  // Names of the units to unshard, as describe() prints them: "blocks.3", "(root)". Empty: all units. If not named, a
+  // unit is unsharded when an operator uses it.
   std::vector<std::string> units{};
 };
 
@@ -76,7 +76,7 @@ struct HybridSharding {
 };
 
 // The format of data that ranks of a copy of the model exchange. For slow links, kInt8Blocks sends a quarter of fp32's
-// bytes, or half of bf16's, but rounds (see Int8Blocks). Shards, optimizers, checkpoints and summon_full_params() stay
+// bytes, or half of bf16's, but rounds (see WireFormat). Shards, optimizers, checkpoints and summon_full_params() stay
 // exact. Parameters of full_precision modules, integers, and parameters that only one rank holds are never rounded.
 struct WireFormats {
   // The format of all-gathers (ZeRO++'s qwZ). Forward and backward use rounded parameters, equal on all ranks.
@@ -105,13 +105,13 @@ struct FsdpOptions {
   // Host or disk memory for shards and gradients.
   CpuOffload offload{};
 
-  // The number of units that are gathered ahead of the unit in use, in forward and in backward, in the order of the
+  // The number of units that are unsharded ahead of the unit in use, in forward and in backward, in the order of the
   // last iteration. 0: none. Each needs memory for an unsharded unit. Ranks that read each other's memory (gloo, one
-  // host) do not gather units of more than 65,536 elements ahead. Data of such units would not move before the use.
+  // host) do not unshard units of more than 65,536 elements ahead, because their data would move only at the use.
   int prefetch = 1;
 
-  // The number of most recently used units that stay unsharded. With 2, two units that are used in turn do not evict
-  // each other. If there are eight or more units, the start of backward evicts each unit that is never gathered ahead
+  // The number of most recently used units that stay unsharded; 1 or more. With 2, two units used in turn stay
+  // unsharded. If there are eight or more units, the start of backward reshards each unit that is never unsharded ahead
   // (see `prefetch`), except backward's first unit.
   int keep_recent = 2;
 
@@ -142,7 +142,7 @@ struct FsdpOptions {
 const FsdpOptions& checked(const FsdpOptions& options);
 // Selects the modules that are not cast: full_precision, and batch norms unless buffer_dtype is param_dtype.
 WrapPolicy exempt_modules(const MixedPrecision& precision);
-// Returns a text of the options that must be equal on all ranks.
+// Returns the options that must be equal on all ranks, as text.
 std::string describe(const FsdpOptions& options);
 
 }  // namespace tessera
