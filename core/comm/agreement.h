@@ -12,7 +12,7 @@ namespace tessera::internal {
 // `subject`, the lowest rank whose lines differ from rank 0's, and the first line that differs.
 void require_agreement(Communicator& comm, const std::string& subject, const std::vector<std::string>& lines);
 
-// Returns the texts of all ranks in rank order. Collective: runs two all-gathers, of the lengths and of the texts.
+// Returns `text` of every rank, in rank order. Collective: runs two all-gathers, of the lengths and of the texts.
 std::vector<std::string> gather_texts(Communicator& comm, const std::string& text, const std::string& what);
 
 }  // namespace tessera::internal

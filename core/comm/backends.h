@@ -17,10 +17,10 @@ class TransportSource;
 struct GlooOptions {
   std::string address;  // IP address of this rank's network interface, or this rank's host name
   std::chrono::milliseconds timeout;
-  bool peer_memory = true;               // see InitOptions::peer_memory
-  bool serves_store = false;             // this process serves the store, and must outlive the readers: see Watchdog
-  bool permits_tracing = false;          // see ProcessSetup::permit_tracing
-  bool raises_descriptor_limit = false;  // see ProcessSetup::raise_descriptor_limit
+  bool peer_memory = true;                    // see InitOptions::peer_memory
+  bool serves_store = false;                  // this process serves the store: see Watchdog::await_readers()
+  bool permits_tracing = false;               // see ProcessSetup::permit_tracing
+  bool raises_descriptor_limit = false;       // see ProcessSetup::raise_descriptor_limit
   std::shared_ptr<const void> process_setup;  // shared with the groups that are split from this group
   // Makes the transport that carries all messages. If null, the group uses peer memory and TCP.
   std::shared_ptr<TransportSource> carrier = nullptr;

@@ -175,7 +175,6 @@ void check_and_complete(const Communicator& comm, Collective& collective) {
     require(static_cast<int>(counts.size()) == comm.size(), counts.size(),
             " counts, expected one per rank: ", comm.size());
     for (int64_t count : counts) require(count >= 0, "a count of ", count);
-    // Shards have the sizes in `counts`, which may be uneven.
     require(shard.numel() == counts[comm.rank()], "the shard has ", shard.numel(), " elements, expected ",
             counts[comm.rank()]);
     numel = std::accumulate(counts.begin(), counts.end(), int64_t{0});

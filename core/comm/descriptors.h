@@ -6,8 +6,8 @@
 namespace tessera::internal {
 
 // Ensures that this process can open `needed` more descriptors (files, sockets). With `may_raise`, raises the soft
-// limit (RLIMIT_NOFILE) if necessary, at most to the hard limit. If the limit is too low, throws CommError; otherwise
-// gloo would end the process. The error begins with `for_what`, e.g. "the connections of 256 ranks". Thread-safe.
+// limit (RLIMIT_NOFILE) if necessary, at most to the hard limit. Throws CommError if the limit is too low: gloo would
+// then end the process. The error begins with `for_what`, e.g. "the connections of 256 ranks". Thread-safe.
 void require_descriptors(int64_t needed, const std::string& for_what, bool may_raise);
 
 // Restores the soft limit that require_descriptors() has raised. A no-op if the limit was not raised, or if the program

@@ -22,8 +22,8 @@ class ReducedReport {
  public:
   // Collective. All ranks must pass the same number of `numbers`. The communicator must outlive the last call.
   ReducedReport(Communicator& comm, uint64_t fingerprint, const std::vector<int64_t>& numbers, const std::string& what);
-  // Waits for the all-reduce as Pending::wait() does. Must be called before the functions below. If the all-reduce was
-  // aborted, those of the functions below that block throw CommError. A second call is a no-op.
+  // Waits for the all-reduce as Pending::wait() does. Must be called before the functions below. A second call is a
+  // no-op. If the all-reduce was aborted, largest(), unlike_ranks() and require_alike() throw CommError.
   void finish();
   // Whether the functions below return without blocking.
   bool has_arrived() const;

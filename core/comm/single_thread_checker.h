@@ -14,7 +14,7 @@ namespace tessera::internal {
 // exchange wrong data.
 class SingleThreadChecker {
  public:
-  // Marks a call of this thread, which lasts as long as this object. Calls may nest. `what` is a literal, for errors.
+  // Marks this thread as being in a call while this object exists. Calls may nest. `what`, for errors, is a literal.
   class Call {
    public:
     explicit Call(SingleThreadChecker& caller, const char* what = "a call") : caller_(caller) {

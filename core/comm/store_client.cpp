@@ -23,7 +23,7 @@
 namespace tessera::internal {
 namespace {
 
-// Longest time that ~StoreClient() waits for a call in progress. Only a call whose caller gave up can take longer.
+// Longest time that ~StoreClient() waits for a call in progress. Only a call whose caller timed out can take longer.
 constexpr std::chrono::milliseconds kEndGrace{500};
 
 }  // namespace
@@ -137,7 +137,7 @@ auto StoreClient::call(Act act) const {
   using Answer = decltype(act(calls_->store()));
   struct Call {
     std::packaged_task<Answer()> task;
-    std::atomic<bool> is_taken = false;  // set by thread_ before it runs the task, or by a caller that gives up
+    std::atomic<bool> is_taken = false;  // set by thread_ before it runs the task, or by a caller that times out
   };
   const auto made = std::make_shared<Call>();
   // Captures a plain reference, because the thread that runs the task also owns the store.

@@ -28,8 +28,8 @@ void await_keys(c10d::Store& store, const std::vector<std::string>& keys, std::c
 
 // A store whose calls always end. If the serving process is stopped or the link is cut, a call of c10d's TCPStore
 // blocks forever, and so do all later calls. This class makes the calls on its own thread. If the store does not answer
-// within `patience`, a call throws c10::Error with the text kNoAnswer. If its caller has given up before a call begins,
-// the call is skipped. The destructor detaches the thread if a call still blocks the thread.
+// within `patience`, a call throws c10::Error with the text kNoAnswer. The thread skips a call that has thrown before
+// the thread began it. The destructor detaches the thread if a call still blocks the thread.
 //
 // wait(), get() and multiGet() poll, so that they do not block other calls. Thread-safe. Every group wraps its store
 // with of(), so the library calls every store except a HashStore through this class.
@@ -41,7 +41,7 @@ class StoreClient : public c10d::Store {
   // is already wrapped.
   static c10::intrusive_ptr<c10d::Store> of(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience);
 
-  // Lowers the patience of the StoreClient below the prefixes of `store`, if any. Applies also to calls in progress.
+  // If `store`, below its prefix wrappers, is a StoreClient, lowers its patience, also for calls in progress.
   static void limit_patience(c10d::Store& store, std::chrono::milliseconds patience);
 
   // `patience` is also the timeout of wait() and get().

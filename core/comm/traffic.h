@@ -19,7 +19,7 @@ class TrafficCounter {
   void add_sent(int64_t bytes) noexcept { sent_bytes_ += bytes; }
   // Counts one operation. Called when the operation begins.
   void add_collective() noexcept { ++collectives_; }
-  // Adds the duration of a wait to the total. After the first reset_wait_times(), also adds it to that of `operation`.
+  // Adds the duration of a wait to the total. After the first reset_wait_times(), also to the total of `operation`.
   void add_wait(std::chrono::nanoseconds duration, const std::string& operation);
 
   Traffic total() const noexcept;

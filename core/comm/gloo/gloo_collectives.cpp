@@ -108,7 +108,7 @@ void GlooCollectives::exchange_shards(const at::Tensor& full, const at::Tensor& 
   if (own.numel() > 0 && own.const_data_ptr() != shard.const_data_ptr()) own.copy_(shard);
 }
 
-// Sends parts[i] to rank i. Returns the values that each rank has for this rank's part, indexed by segment and rank.
+// Sends parts[i] to rank i. Returns every rank's values for this rank's part, indexed by segment and rank.
 // This rank's own segments are not copied. Received segments share one allocation of at least the full tensor's size:
 // the memory cache may hold a block of that size, and a cached block costs less than fresh pages.
 GlooCollectives::Segments GlooCollectives::exchange_parts(const Segments& parts) const {

@@ -34,7 +34,7 @@ class GlooOperation : public Pending::Operation {
   // Blocks until `carrier` has room for the operation, and then starts the whole operation on `carrier`.
   void start_collective(Transport& carrier, const Collective& collective);
   // Prepares a reduction, which start_pipeline() starts on the pipeline thread. It reduces the segments in `own` and
-  // the parts received in this step into `out`. If `publish` is true, each sum is sent to all ranks in the next step.
+  // the parts received in this step into `out`. If `publish` is true, the next step sends each sum to all ranks.
   void reduce_in_background(const std::vector<at::Tensor>& own, const at::Tensor& out, ReduceOp reduce, bool publish);
   void start_pipeline();
   void wait_for_messages();

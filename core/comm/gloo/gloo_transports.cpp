@@ -37,7 +37,7 @@ GlooTransports GlooTransports::connect(const c10::intrusive_ptr<c10d::Store>& st
   made.all_.push_back(std::move(tcp));
   made.assign_peers(rank, size);
   // This barrier keeps a rank without operations from leaving while others are still connecting. It uses the store, not
-  // c10d's collectives, because ranks that are threads of one process would share c10d's flight recorder.
+  // c10d's collectives, because ranks that are threads of one process would race in c10d's flight recorder.
   if (store->add("tessera/connected", 1) == size) store->set("tessera/all_connected", std::vector<uint8_t>{1});
   store->wait({"tessera/all_connected"}, options.timeout);
   return made;

@@ -37,7 +37,7 @@ class GlooTransports {
   bool withdraw() noexcept;
   void disconnect() noexcept;
 
-  // Null in a world of one, and if GlooOptions::carrier is set. Unconnected at first if peer memory reaches all ranks.
+  // Returns null in a world of one or with GlooOptions::carrier. Not connected at first if all ranks share memory.
   TcpTransport* tcp() const { return tcp_; }
 
  private:

@@ -21,7 +21,7 @@ struct OperationResources {
   std::shared_ptr<ReductionPipeline> pipeline;
   bool is_aborted = false;  // the group was closed before the messages were complete
 
-  // Destroys the messages. A `keeper` that is not null first receives the tensors that a peer may still access.
+  // Destroys the messages. If `keeper` is not null, first appends the tensors that a peer may still access to it.
   void drop(std::vector<at::Tensor>* keeper) noexcept;
 };
 

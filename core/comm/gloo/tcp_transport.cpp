@@ -125,7 +125,7 @@ std::string TcpTransport::why_disconnected(int peer, bool is_send) {
     return "";
   } catch (const std::exception& error) {
     const std::string cause = error.what();
-    // The wait itself has reached its timeout, and reports the timeout.
+    // A wait reached its timeout, so gloo closed the connection. That wait reports the timeout.
     return cause.find("Application timeout") != std::string::npos ? "" : closed_connection_text(peer, cause);
   }
 }

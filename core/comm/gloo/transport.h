@@ -103,7 +103,7 @@ class Transport {
     throw std::logic_error("this transport carries no collectives");
   }
 
-  // Returns the largest number of elements of a full tensor that moves before its operation is awaited; 0 if none does.
+  // Returns the size, in elements, of the largest full tensor that moves before it is awaited; 0 if none does.
   virtual int64_t max_eager_numel() const = 0;
 
   // Returns a reachable rank whose process has ended, or -1 if none is known.

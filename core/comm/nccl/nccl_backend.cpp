@@ -20,12 +20,12 @@ struct DumpTimeout {
 };
 template struct DumpTimeout<&Monitor::waitTimeoutDumpInMilSec_>;
 
-// Note [Errors of NCCL]. At an NCCL error, such as the loss of a peer, c10d's threads of a group do the following. All
-// of it is in the way of Tessera, which ends the group with an error that names the rank:
+// Note [Errors of NCCL]. At an NCCL error, such as the loss of a peer, c10d's threads of a group do the following.
+// These actions would prevent Tessera from ending the group with an error that names the rank:
 //
 // * The watchdog ends the process, unless asyncErrorHandling_ is NoHandling.
-// * Before, the watchdog waits four times the time of a dump, a minute in all. It holds a lock that the next collective
-//   of the group takes, and the group's destructor waits for this thread.
+// * Before that, the watchdog waits for four dump timeouts, one minute in total. It holds a lock that the group's next
+//   collective takes, and the group's destructor waits for this thread.
 // * The monitor dumps c10d's records, waits for eight minutes, and ends the process. The destructor waits for this
 //   thread, too.
 //

@@ -1,7 +1,7 @@
 // The NCCL backend, on any c10d::Backend that behaves as ProcessGroupNCCL does.
 //
-// A group is one NCCL communicator, which runs operations in the order of their start. So two ranks cannot run a gather
-// and a reduction in different orders. That would deadlock on a GPU that runs one NCCL kernel at a time. wait() orders
+// A group is one NCCL communicator, which runs operations in the order of their start. So all ranks run, say, a gather
+// and a reduction in one order. Two orders would deadlock on a GPU that runs one NCCL kernel at a time. wait() orders
 // the current stream after the operation, and does not block the host. A thread watches the operations. It aborts the
 // group if NCCL reports an error, if an operation times out, or if a peer fails, diverges or is dead. Every later call
 // then throws an error with the reason.

@@ -49,7 +49,7 @@ class NcclQueue {
 
   // Begins the end of the group. Returns the description of the oldest operation; nullopt if the end had already begun.
   std::optional<std::string> begin_end();
-  // Sets the reason of the end. Must follow begin_end(). `is_told` says that the program knows this reason already.
+  // Sets the reason of the end. Must follow begin_end(). `is_told` says whether the program knows this reason already.
   void complete_end(std::string reason, bool is_told);
   // Returns the reason once the end is complete, else nullopt. The caller must throw an error with this reason.
   std::optional<std::string> reason_to_tell();

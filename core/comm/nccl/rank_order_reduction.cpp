@@ -30,7 +30,7 @@ class ReductionWork final : public c10d::Work {
         is_recorded_(CapturedWork::recording_on(stream.device()) != nullptr) {
     end_.record(stream_);
   }
-  // After an abort the stream may still use the tensors. An event that was recorded in a graph cannot be queried.
+  // Delays the reuse of the tensors if the stream may still use them: after an abort, or if recorded in a graph.
   ~ReductionWork() override {
     if (!is_recorded_ && end_.query()) return;
     for (const at::Tensor& tensor : tensors_) tensor.record_stream(stream_);
@@ -111,7 +111,7 @@ c10::intrusive_ptr<c10d::Work> RankOrderReduction::start(const Collective& colle
     sent[rank] = received[rank] = full.narrow(0, 0, 0);  // a rank sends nothing to itself
     const Exchange started = group_->alltoall(received, sent);
     started->wait();
-    exchanges.push_back(backends_.without_tensors(started));  // the staging memory of this piece is then free
+    exchanges.push_back(backends_.without_tensors(started));  // does not keep this piece's staging memory
   };
   for (int64_t begin = 0; begin < longest; begin += step) {
     std::vector<at::Tensor> sent = pieces_of(full, counts, begin, step);

@@ -392,7 +392,7 @@ bool PeerMemory::close() noexcept {
       try {
         return SharedBoard::take_back(channel, kind, until, while_copying);
       } catch (const std::exception&) {
-        // A dead peer accesses no memory. A live peer is stopped while it holds the channel's lock.
+        // The peer died or was stopped while it held the channel's lock. Only a stopped peer may still copy.
         return !is_alive(static_cast<int>(rank));
       }
     };

@@ -16,10 +16,10 @@
 
 namespace tessera::internal {
 
-// Returns the time for which a waiting rank polls before it sleeps. It yields its core between two looks. If each rank
-// computes in one thread, a yield hands the core to a rank that has work, without the delay of waking a sleeper. (Open
-// MPI and MPICH poll without end.) A rank does not poll if many ranks share a core, because their looks take time. If
-// ranks have several threads, a rank polls for about the time of waking up, because it delays the threads of others.
+// Returns the time for which a waiting rank polls before it sleeps. Between polls, the rank yields its core. If each
+// rank computes in one thread, the yield hands the core to a rank that has work, without the delay of waking a sleeper.
+// (Open MPI and MPICH poll without end.) If many ranks share a core, a rank does not poll, because polls take time. If
+// ranks have several threads, a rank polls at most as long as waking up takes, because polls delay the other threads.
 constexpr std::chrono::microseconds poll_time(int ranks, int cores, int threads) {
   if (ranks > 2 * cores) return std::chrono::microseconds(0);
   return std::chrono::microseconds(threads == 1 ? 1000 : ranks <= cores ? 30 : 0);
@@ -78,7 +78,7 @@ class PeerMemory {
   // Announces a message: the tensor's bytes are sent to, or received from, the peer's message with the same tag. The
   // tensor must be contiguous, on the CPU, and stay alive and unchanged until wait() or close(). The upper half of a
   // tag identifies the operation. Throws Unreachable, or std::runtime_error if the peer has announced another number of
-  // bytes. If the channel to the peer is full (1024 messages), blocks until there is room, or throws why it cannot.
+  // bytes. If the channel to the peer is full (1024 messages), blocks until there is room. Throws if that wait fails.
   Announced send(const at::Tensor& tensor, int peer, uint64_t tag) {
     return announce(SharedBoard::kSend, tensor, peer, tag);
   }

@@ -81,8 +81,8 @@ class SharedBoard {
   std::byte* rounds_area() const;
 
   // Announces a message of this kind. If the peer has announced the opposite kind with this tag, returns the peer's
-  // slot in its new state: kMatched, kOtherBytes or copying(kind). The last one is for at most `at_once_bytes`, which
-  // the caller must copy. Otherwise returns a new slot in the state `kind`, or none if the channel is full. Throws
+  // slot in its new state: kMatched, kOtherBytes, or, for at most `at_once_bytes`, copying(kind): the caller must then
+  // copy the message. Otherwise returns a new slot in the state `kind`, or null if the channel is full. Throws
   // std::runtime_error if the peer holds the channel's lock, and has died or is stopped until the deadline.
   struct Announced {
     Slot* slot = nullptr;
@@ -92,13 +92,13 @@ class SharedBoard {
                             Deadline until);
   // Claims a matched message. Returns true if the caller, which announced `kind`, must copy the message now.
   static bool claim(Slot& slot, State kind);
-  // Frees unmatched slots of this kind, and sets matched slots that are not being copied to kBroken. Then polls until
-  // no message is being copied, and before each poll calls `while_copying`, which returns false to give a message up.
+  // Frees unmatched slots of this kind, and sets matched slots that are not being copied to kBroken. Then polls each
+  // message that is being copied until its copy ends, or until `while_copying`, called after each poll, returns false.
   // Returns false if a message is still being copied at the deadline.
   static bool take_back(Channel& channel, State kind, Deadline until, const std::function<bool()>& while_copying);
 
-  // Wakes the member if it waits for an event of rank `from` (kAnyone: of any rank) or of this operation. Other events
-  // do not wake the member: with many ranks, most events do not concern its wait.
+  // Counts an event of rank `from` and of `operation`. Wakes the member if it waits for one of them, or if `from` is
+  // kAnyone. Other events do not wake the member: with many ranks, most events do not concern its wait.
   static constexpr int kAnyone = -1;
   static constexpr uint64_t kNoOperation = UINT64_MAX;
   static void notify(Member& member, int from, uint64_t operation = kNoOperation);
@@ -109,8 +109,8 @@ class SharedBoard {
   // ring() wakes all listeners. ring_for_room() wakes all listeners if a WaitForRoom exists; otherwise it is a no-op.
   void ring() const;
   void ring_for_room() const;
-  // Registers a listener while this object exists. sleep() blocks until the bell has rung more often than `rings`, or
-  // until `most` has passed; it may return spuriously.
+  // Registers a listener while this object exists. rings() returns the number of calls of ring(). sleep() blocks until
+  // that number differs from `rings`, or until `most` has passed; it may return spuriously.
   class Listener {
    public:
     explicit Listener(const SharedBoard& board);

@@ -63,7 +63,7 @@ class SharedRounds {
   std::shared_ptr<Round> begin(uint64_t tag, const Contribution& own, std::vector<uint64_t> expected,
                                std::function<void(const Contributions&)> read);
 
-  // Blocks until this rank has read the contributions. Returns kOtherBytes if one has an unexpected size. If another
+  // Blocks until this rank has read the contributions. Returns kOtherBytes if a size is not as expected. If another
   // rank passed another tag, the ranks run different operations, and the call blocks until the watchdog interrupts it.
   Outcome wait(Round& round, Deadline until, int& peer);
   // Leaves a round without reading it.

@@ -16,8 +16,8 @@ class SharedRoundsPlan {
   static constexpr size_t kLineBytes = 64, kPageBytes = 4096;
   static constexpr int64_t kMostElementBytes = 16;
 
-  // The functions below return offsets into the memory, which begins at a page boundary. Each counter has its own cache
-  // line. Entries share lines, because they are read together.
+  // arrivals(), participant(), entry() and slot() return offsets into the memory, which begins at a page boundary. Each
+  // counter has its own cache line. Entries share lines, because a rank reads all entries of a round together.
   struct Entry {
     uint64_t tag, bytes;
     uint64_t slot;  // number of the slot, among the slots of the rank that wrote the entry
@@ -47,7 +47,7 @@ class SharedRoundsPlan {
 class RoundSlots {
  public:
   // Returns a free slot for `round`, the newest round. A slot is free when all other ranks have left its round. If no
-  // used slot is known to be free, calls `ask`, which must return the first round that not all others have left.
+  // used slot is known to be free, calls `ask`, which must return the first round that another rank has not left.
   uint64_t take(uint64_t round, const std::function<uint64_t()>& ask);
   uint64_t ever_used() const { return rounds_.size(); }
 

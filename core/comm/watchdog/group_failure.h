@@ -16,7 +16,7 @@ class GroupFailure {
     std::lock_guard lock(mutex_);
     return explanation_;
   }
-  // Keeps only the first explanation. `is_published` says that all ranks can read the failure.
+  // Keeps only the first explanation. `is_published` says whether all ranks can read the failure.
   void explain(const std::string& explanation, bool is_published) {
     std::lock_guard lock(mutex_);
     if (explanation_.empty()) explanation_ = explanation;

@@ -18,12 +18,12 @@ inline constexpr char kNcclWatchKeys[] = "watch";  // prefix of the keys of an N
 // the store. All functions call the store, so they may block, and throw if the store is lost. Thread-safe.
 class GroupNews {
  public:
-  // `serves_store` says that this process serves the store.
+  // `serves_store` says whether this process serves the store.
   GroupNews(c10::intrusive_ptr<c10d::Store> store, int rank, int size, bool serves_store)
       : store_(std::move(store)), rank_(rank), size_(size), serves_store_(serves_store) {}
 
   bool serves_store() const { return serves_store_; }
-  // Whether all ranks of a group have left it. `serves_store` says that rank 0's process serves the store.
+  // Whether all ranks of a group have left it. `serves_store` says whether rank 0's process serves the store.
   static bool have_all_left(c10d::Store& store, int size, bool serves_store);
 
   // Publishes that this rank has failed.

@@ -83,7 +83,7 @@ StallSearch::Reason StallSearch::find_failure_or_divergence(const std::deque<Sta
 }
 
 std::string StallSearch::find_divergence(const std::deque<StartedOperation>& own) {
-  // Unlike get(), does not block if the key is deleted. An absent key is left absent, because "-" is not empty.
+  // Reads the key. Unlike get(), compareSet() does not block if the key is absent; it sets one only if "" is expected.
   const std::vector<uint8_t> none{'-'};
   const auto bytes = store_->compareSet(kStarted, none, none);
   return divergence_text(rank_, own, std::string(bytes.begin(), bytes.end()));

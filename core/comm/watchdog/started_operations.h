@@ -52,7 +52,7 @@ class StartedOperations {
 
   mutable std::mutex mutex_;
   std::deque<StartedOperation> recent_ TESSERA_GUARDED_BY(mutex_);
-  uint64_t starting_thread_ TESSERA_GUARDED_BY(mutex_) = thread_number();  // 0 for several threads
+  uint64_t starting_thread_ TESSERA_GUARDED_BY(mutex_) = thread_number();  // 0 if several threads start operations
   bool is_waiting_ TESSERA_GUARDED_BY(mutex_) = false;
   std::optional<uint64_t> awaited_ TESSERA_GUARDED_BY(mutex_);
   uint64_t waiting_thread_ TESSERA_GUARDED_BY(mutex_) = 0;

@@ -16,7 +16,7 @@ using Json = nlohmann::json;
 
 constexpr size_t kMostNamed = 8;
 
-// A depth-first search for a cycle of waits. A wait whose search has ended cannot lead to a cycle.
+// A depth-first search for a cycle of waits. Never revisits a wait from which it found no cycle.
 class WaitSearch {
  public:
   WaitSearch(int size, const std::function<std::vector<GroupWait>(int rank)>& waits_of)

@@ -55,13 +55,13 @@ class WaitRegistry {
   void note_failure(const std::string& text);
   std::string failure() const;
 
-  // Returns whether this rank has a long wait in any of several groups. Does not call the store.
+  // Returns whether this rank has a long wait in any group; false before a split(). Does not call the store.
   bool has_long_wait() const { return is_split() && !waits().empty(); }
 
   // The following functions call the store, so they may block or throw. Without a split() they are no-ops or return "".
-  void show();
+  void show();               // publishes the long waits of this rank, if they have changed
   std::string find_cycle();  // publishes and returns the text of a cycle with this rank; "" if none
-  // Returns the text of a cycle, published by any rank, that includes this rank's wait in a group; "" if there is none.
+  // Returns the published text of a cycle that includes the wait for operation `sequence` of `group`; "" if none.
   std::string told_of(const std::string& group, uint64_t sequence) const;
   std::string wait_of(int other) const;  // wait_text() of a wait of rank `other` in the group of all ranks; "" if none
   int size() const noexcept { return size_; }

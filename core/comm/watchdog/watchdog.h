@@ -53,7 +53,7 @@ class Watchdog {
   }
   static constexpr std::chrono::milliseconds kReaders{3000};
 
-  // The watchdog's thread calls these functions every quarter of a second during a stall.
+  // The watchdog's thread calls these functions during a stall, at most every quarter of a second.
   struct Callbacks {
     std::function<void()> interrupt;  // ends a wait that cannot complete: see explanation()
     // Returns the reason why the transport cannot complete the wait; "" if the wait can complete.

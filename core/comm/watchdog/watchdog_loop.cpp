@@ -101,7 +101,7 @@ void WatchdogLoop::look_at_stall() {
   try {
     reason = search_.find_failure_or_divergence(own);
   } catch (const std::exception&) {
-    // Rank 0's process is ending, and its store as well. Closed connections of that process end the wait.
+    // Rank 0's process may be ending, and its store with it. If a connection is closed, that is the reason.
     if (disconnected.empty()) throw;
   }
   if (reason.text.empty()) reason.text = disconnected;
@@ -154,7 +154,7 @@ void WatchdogLoop::run() {
       if (beats)
         if (const std::string dead = heartbeat_.beat(is_stalled); !dead.empty()) interrupt(dead, false);
     } catch (const std::exception& error) {
-      // The store does not answer. The next iteration calls it again. Transports detect the end of the store's process.
+      // Without heartbeats, the wait continues: transports detect the end of the store's process. The loop tries again.
       if (is_stalled && heartbeat_.is_on()) interrupt(lost_store_text(error), false);
       // Stops asking for news, because c10d logs every call that fails.
       if (asks && failure.store_failure().empty()) failure.set_store_failure(lost_store_text(error));
