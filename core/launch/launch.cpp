@@ -176,7 +176,7 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
       if (comm) comm->abort(text_of(std::current_exception()));
     }
   };
-  // No rank begins before all have threads.
+  // No rank begins before every rank has a thread. If a thread cannot start, no rank runs.
   std::promise<bool> all_begin;
   const std::shared_future<bool> begins = all_begin.get_future().share();
   std::vector<std::thread> ranks;

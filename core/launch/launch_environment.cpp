@@ -164,8 +164,8 @@ struct MpiGroup {
   Group group;
 };
 
-// Returns the group of the innermost launcher in kMpiLaunchers that has over one rank. Skips a group that equals that
-// of srun (`slurm_step`), because srun has set those variables itself. Never skips Open MPI's group.
+// Returns the innermost group of kMpiLaunchers that has more than one rank. Skips a group that equals srun's group
+// (`slurm_step`), because srun then has set the launcher's variables. Does not skip an equal group of Open MPI.
 std::optional<MpiGroup> read_mpi_groups(const Variables& variables, const std::optional<Group>& slurm_step) {
   std::optional<Group> outer = slurm_step;
   for (const MpiLauncher& launcher : kMpiLaunchers) {
@@ -178,9 +178,9 @@ std::optional<MpiGroup> read_mpi_groups(const Variables& variables, const std::o
   return std::nullopt;
 }
 
-// Returns whether srun started this process as a task of a step. Batch scripts have SLURM_PROCID=0 and the job's
-// SLURM_NTASKS, and salloc's shells have SLURM_NTASKS, but neither has a step's variable. Both have SLURM_SUBMIT_DIR,
-// which tasks inherit. Without SLURM_SUBMIT_DIR and a step's variables, the user has set srun's variables by hand.
+// Returns whether SLURM_PROCID and SLURM_NTASKS describe a task of srun: if a step's variable is set, or if the user
+// set them by hand (no SLURM_SUBMIT_DIR). Batch scripts (SLURM_PROCID=0, the job's SLURM_NTASKS) and salloc's shells
+// (SLURM_NTASKS) are not tasks: they have SLURM_SUBMIT_DIR, but no step's variable.
 bool in_slurm_step(const Variables& variables) {
   if (variables.first_text({"SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"})) return true;
   return !variables.has("SLURM_SUBMIT_DIR") && (variables.has("SLURM_PROCID") || variables.has("SLURM_NTASKS"));

@@ -27,8 +27,8 @@ struct Rendezvous {
 Rendezvous rendezvous(const LaunchEnvironment& environment, const std::string& address,
                       std::chrono::milliseconds timeout);
 
-// Reports that a rank has ended while others continue, so that ranks that wait for it in rendezvous() fail. Called,
-// with the ranks' token, by the process that started them and serves their store (spawn_local). Throws c10::Error.
+// Reports that `rank` has ended while others continue, so that ranks that wait for it in rendezvous() throw. Called by
+// the process that started the ranks and serves their store (spawn_local), with their `token`. Throws c10::Error.
 void tell_of_end(const c10::intrusive_ptr<c10d::Store>& store, const std::string& token, int rank);
 
 }  // namespace tessera::internal
