@@ -41,7 +41,7 @@ std::string ranks_text(const std::vector<int>& ranks);
 
 // Returns an exception's text, without libtorch's stack trace. A null pointer means that std::terminate() was called.
 std::string text_of(const std::exception_ptr& exception);
-// The failure reason of a group that is destroyed while an exception with an unknown text unwinds the stack.
+// The reason that a group publishes if it is destroyed by stack unwinding, where the exception's text is unknown.
 inline constexpr char kUnwound[] = "an exception ended its use of the group";
 
 template <class Group, class... Args>

@@ -65,7 +65,7 @@ void GlooCollectives::start(const Collective& collective) const {
     case Collective::kReduceScatter:
       return reduce_scatter(pieces.empty() ? std::vector<at::Tensor>{full} : pieces, shard, counts, reduce);
     case Collective::kAllReduce:
-    case Collective::kBackendAllReduce:  // for an empty tensor, or without a TCP transport
+    case Collective::kBackendAllReduce:  // only for an empty tensor, or without a TCP transport
       return all_reduce(full, reduce);
     case Collective::kBroadcast:
       return broadcast(full, root);

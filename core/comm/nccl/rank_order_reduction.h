@@ -31,8 +31,8 @@ class RankOrderReduction {
   // type. Always false for kBackendAllReduce.
   static bool applies_to(const Collective& collective);
 
-  // Starts the collective. Preconditions: applies_to() is true, `collective` is complete, and the current stream is
-  // ordered after the writes to its tensors. Work::wait() orders the current stream after the results.
+  // Starts the collective. Preconditions: applies_to() is true, all fields of `collective` are set, and the current
+  // stream is ordered after the writes to its tensors. Work::wait() orders the current stream after the results.
   c10::intrusive_ptr<c10d::Work> start(const Collective& collective);
 
  private:

@@ -30,7 +30,7 @@ class StartedOperations {
   std::deque<StartedOperation> recent() const;
   WaitRegistry::Progress progress() const;
 
-  // Pass no sequence number if the wait is not for an operation that this thread has started.
+  // `sequence` must be nullopt if the wait is not for an operation that this thread has started.
   void begin_wait(std::optional<uint64_t> sequence);
   void end_wait();
   bool is_stalled() const;

@@ -36,8 +36,8 @@ using WaitCycle = std::vector<std::pair<int, GroupWait>>;
 
 // Returns a deadlock that includes `rank`, or for which `rank` waits directly or through other ranks; empty if there is
 // none. In a deadlock, each rank waits in a group in which the next rank has not started the awaited operation. A wait
-// ends when all ranks of the group have started the operation, so ranks of several groups must wait in one order. (This
-// is a cycle in a wait-for graph, as for distributed databases in which a process waits for all of its requests.)
+// ends when all ranks of the group have started the operation, so ranks of several groups must wait in one order. (In
+// terms of databases, the deadlock is a cycle in a wait-for graph of the AND model.)
 //
 // Ranks publish their waits at different times. This causes no false cycle, because `started` only grows, and no rank
 // of a cycle can proceed before another rank of the cycle.

@@ -80,7 +80,7 @@ class Watchdog {
 
   // Records that this rank starts operation number `sequence`.
   void started(uint64_t sequence, std::string description);
-  // Declares that the calling thread waits, and starts no operation until end_wait(). With a sequence number, also
+  // Declares that the calling thread waits, and starts no operation until end_wait(). If `sequence` is set, also
   // declares that the wait lasts until all ranks have started that operation.
   void begin_wait(std::optional<uint64_t> sequence = {});
   void end_wait();
