@@ -141,7 +141,7 @@ constexpr MpiLauncher kMpiLaunchers[] = {
 constexpr const MpiLauncher& kOpenMpi = kMpiLaunchers[0];
 
 // Returns the group of a launcher; nullopt if its variables are not set. If the size is not set, uses WORLD_SIZE.
-// `outer` is the group of another launcher, such as srun, that may have set PMI's or PMIx's variables itself.
+// Also returns nullopt if only a rank or a size is set, by another launcher such as srun, whose group is `outer`.
 std::optional<Group> read_mpi_group(const Variables& variables, const MpiLauncher& launcher,
                                     const std::optional<Group>& outer) {
   const bool gives_size = launcher.size != nullptr && variables.has(launcher.size);
