@@ -128,7 +128,7 @@ class NcclCommunicator : public Communicator,
     enqueue();
     track(c10::make_intrusive<ReplayEnd>(device()), description);
   }
-  // Each part of the group also watches a replay, because only its own thread can abort its kernels in the replay.
+  // Each part of the group also watches a replay, because only the part's thread can abort the part's kernels in it.
   void track(const Work& end, const std::string& description) {
     if (size() == 1) return;
     watch_.started(sequence_++, description);

@@ -67,7 +67,7 @@ class PeerMemory {
 
   // Interval at which a waiting rank checks that its peers are alive.
   static constexpr std::chrono::milliseconds kAskEvery{50};
-  // Size of the largest small message, in bytes.
+  // Largest size, in bytes, of a message that is copied by the side that announces it second.
   static constexpr uint64_t kAtOnceBytes = 1 << 16;
 
   int rank() const { return rank_; }

@@ -20,8 +20,8 @@ class PublishedMemory {
 
   uint64_t number() const { return number_; }  // unique in this process; 0 if nothing is published
 
-  // Returns the address. Throws std::runtime_error unless memory of exactly `bytes` bytes is published under the
-  // number, for writing if `to_write` is true, otherwise for reading.
+  // Returns the address. Throws std::runtime_error unless memory of exactly `bytes` bytes is published under
+  // `number`, for writing if `to_write` is true, otherwise for reading.
   static void* find(uint64_t number, uint64_t bytes, bool to_write);
 
  private:

@@ -112,7 +112,7 @@ class Watchdog {
 
   WaitRegistry& waits() noexcept;  // the waits of this rank in all groups
 
-  // Returns a text, for the error of a timeout, with the waiting ranks and the others; "" if the store does not answer.
+  // Returns which ranks wait and which do not, for the error of a timeout; "" if the store does not answer.
   std::string waiting_ranks();
 
   // Returns how long the current store call of the watchdog's thread has been unanswered; 0 if there is no call.

@@ -127,7 +127,7 @@ void WatchdogLoop::ask_for_news() {
   news.say_informed();
 }
 
-// A rank that waits in another group may have diverged in this one. The ranks that are stalled here cannot know,
+// A rank that waits in another group may have diverged in this one. The ranks that are stalled here cannot detect it,
 // because only the first of them publishes its operations.
 void WatchdogLoop::look_for_divergence() {
   if (!place_.waits->has_long_wait()) return;
