@@ -235,7 +235,7 @@ LaunchEnvironment start_environment(const Variables& variables, const Group& gro
           .token = variables.text("TESSERA_STORE_TOKEN").value_or("")};
 }
 
-// Sets local rank and local size from these variables, if set. On one host, a missing local rank equals the rank.
+// Reads the local rank and size from the named variables, if set. On one host, a missing local rank equals the rank.
 void read_local(const Variables& variables, const char* rank_name, const char* size_name,
                 LaunchEnvironment& environment) {
   if (const auto size = variables.number(size_name, 1, environment.world_size)) environment.local_world_size = *size;
