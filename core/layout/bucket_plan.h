@@ -18,7 +18,7 @@ struct BucketItem {
 
 struct BucketLimits {
   static constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
-  // A parameter of at least this many bytes gets its own bucket, because a message of that size costs no extra time.
+  // A parameter of at least this many bytes gets its own bucket: at that size, a shared message would save no time.
   int64_t alone_bytes = int64_t{1} << 20;
   // Byte limit of a shared bucket. A larger parameter gets its own bucket. If 0, each parameter gets its own bucket.
   int64_t bucket_bytes = kNone;
@@ -26,9 +26,9 @@ struct BucketLimits {
   int64_t first_bytes = kNone;
 };
 
-// Assigns parameters to buckets. `order` is the order in which their gradients arrive. Returns buckets in the order in
-// which they become full; the members of a bucket are in `order`. Each member starts at a multiple of the layout's
-// alignment. A pure function. (Like c10d's compute_bucket_assignment_by_size and FairScale's buckets by owner.)
+// Assigns parameters to buckets. `order` lists indices of `items`, in the order in which gradients arrive. Returns the
+// indices by bucket: buckets in the order in which they become full, and members in `order`. Sizes include the padding
+// of FlatLayout. A pure function. (Like c10d's compute_bucket_assignment_by_size and FairScale's buckets by owner.)
 std::vector<std::vector<size_t>> plan_buckets(const std::vector<BucketItem>& items, const std::vector<size_t>& order,
                                               const BucketLimits& limits);
 

@@ -37,7 +37,7 @@ class Tape {
     at::ScalarType dtype;  // view_as_real() and view(dtype) change it
     bool is_conjugated, is_negated;
   };
-  // A view among a call's arguments: the argument itself, or the tensor with index `number` if the argument is a list.
+  // A view among a call's arguments: the one with index `argument`, or the tensor `number` in it if it is a list.
   struct Argument {
     size_t argument, number;
     View view;
@@ -173,7 +173,7 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   if (!is_factory && !concerns) return op.callBoxed(stack);  // all tensors are ordinary
   if (device) {
     c10::IValue& target = torch::jit::peek(*stack, *device, count);
-    // Replaces the meta device, which the options may have copied from a deferred tensor.
+    // Records the CPU in place of the meta device, which comes from the options() of a deferred tensor.
     if (target.isDevice() && target.toDevice().is_meta()) call.arguments[*device] = c10::Device(c10::kCPU);
     if (is_factory || !target.isNone()) target = c10::Device(c10::kMeta);
   }

@@ -25,7 +25,7 @@ class OrdinaryScope {
   c10::impl::ExcludeDispatchKeyGuard ordinary_;
 };
 
-// Reads the elements [begin, end) of a tensor, in memory order, into host memory.
+// Reads the range `elements` of a tensor, counted in memory order, into host memory at `target`.
 using ReadElements = std::function<void(Range elements, void* target)>;
 
 // Makes a deferred tensor. `read` can load any range of its values, for example from a file. FullyShardedDataParallel
@@ -38,13 +38,13 @@ at::Tensor deferred_from(const std::vector<int64_t>& sizes, const std::vector<in
 // Returns the reader of a tensor from deferred_from(); null for other tensors.
 const ReadElements* reader_of(const at::Tensor& tensor);
 
-// Returns the device of a tensor's values. Deferred values will be on the device of deferred_from(), else on the CPU.
+// Returns the device of a tensor's values: for a tensor of deferred_from(), its `device`; for a recorded one, the CPU.
 at::Device device_of_values(const at::Tensor& tensor);
 
 // Computes the values of deferred tensors by replaying the recorded calls. Each batch lists tensors that are needed
-// together. Calls ready(batch, values) once for each batch, as soon as its values are final. Values have the shapes and
+// together. Calls ready(index, values) once for each batch, as soon as its values are final. Values have the shapes and
 // strides of the given tensors, and the device of the recorded constructor call. Frees intermediate tensors after their
-// last use. A batch without recorded tensors is ready at the start. May be called again.
+// last use. A batch with only deferred_from() tensors is ready at the start. A second call computes the values again.
 void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,
                      const std::function<void(size_t batch, const std::vector<at::Tensor>& values)>& ready);
 

@@ -50,7 +50,7 @@ class FlatLayout {
   // Returns the part of the flat buffer that belongs to `rank`.
   Range shard(int rank) const;
   int64_t shard_numel(int rank) const { return shard(rank).numel(); }
-  // Returns the size of every rank's shard, if the cut is even.
+  // Returns the size of each rank's shard. The cut must not be by owner.
   int64_t shard_numel() const { return shard(0).numel(); }
   // Returns the shard sizes by rank, for collectives; empty if all shards have one size.
   std::vector<int64_t> counts() const;

@@ -21,12 +21,12 @@ inline ParameterGeometry geometry_of(const at::Tensor& parameter) {
   return {parameter.sizes().vec(), {row_major.begin(), row_major.end()}};
 }
 
-// Returns a view of a 1-D flat buffer with this geometry. The view begins at element `offset` of the buffer.
+// Returns a view of the 1-D buffer `flat`. The view has this geometry, and begins at element `offset` of the buffer.
 inline at::Tensor view_in(const at::Tensor& flat, const ParameterGeometry& geometry, int64_t offset) {
   return flat.as_strided(geometry.sizes, geometry.strides, flat.storage_offset() + offset);
 }
 
-// Returns the same view with a version counter of its own, unknown to autograd. Costs half as much as view_in().
+// Like view_in(), but autograd does not track the view, which has its own version counter. Takes half as long.
 inline at::Tensor detached_view_in(const at::Tensor& flat, const ParameterGeometry& geometry, int64_t offset) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return view_in(flat, geometry, offset);

@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kLevels = 127;
 constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr int64_t kGrainBlocks = 128;
-// Smaller scales are subnormal and inexact, so a quotient may not fit into 8 bits. Their blocks are encoded as zeros.
+// With a smaller (subnormal, inexact) scale, value / scale may exceed 8 bits. Such a block's codes are all zero.
 constexpr float kSmallestScale = std::numeric_limits<float>::min();
 
 // Compares absolute values as integers, because that loop vectorizes. As an integer, a NaN exceeds infinity.

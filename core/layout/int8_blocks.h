@@ -14,8 +14,8 @@ namespace tessera::internal {
 // to zeros. A block with an infinite or NaN element decodes to NaN, so that later checks find it. Values beyond the
 // range of fp32 count as infinite.
 //
-// Encoded bytes hold one fp32 scale for each block, then the int8 codes. Their address must be a multiple of 4. CPUs
-// encode on intra-operator threads, and other devices by torch operators. Both compute the same bits.
+// The encoded bytes are one fp32 scale for each block, then the int8 codes. The address of `bytes` must be a multiple
+// of 4. CPUs encode on intra-operator threads, other devices by torch operators. Both compute the same bits.
 class Int8Blocks final : public WireCodec {
  public:
   static constexpr int64_t kWireBlockNumel = 256;  // the scales add 1.6 % to the bytes
@@ -38,7 +38,7 @@ class Int8Blocks final : public WireCodec {
   int64_t block_numel_;
 };
 
-// Returns the blocks as rows, [blocks, block_numel]. Pads the last row with zeros.
+// Returns the elements of `flat` as [blocks, block_numel]. Pads the last block with zeros.
 at::Tensor in_rows(const at::Tensor& flat, int64_t block_numel);
 
 }  // namespace tessera::internal

@@ -11,7 +11,7 @@
 
 namespace tessera::internal {
 
-// A shard's 16-bit copy, which ranks send instead of the shard. Stale if `writes` differs from the page's write count.
+// A shard's 16-bit copy, which ranks send instead of the shard. Stale if `writes` is not the shard's Page::writes().
 struct LowPrecisionCopy {
   at::Tensor values;  // [numel of the shard]
   uint32_t writes = 0;
@@ -22,7 +22,7 @@ struct LowPrecisionPart {
   at::Tensor values;
   std::shared_ptr<LowPrecisionCopy> whole;
 
-  // Must be called after a single write to the parameter, if the writer also updated this copy.
+  // A writer that also updates this copy must call this function once after each write to the parameter.
   void note_write(const at::Tensor& parameter) const {
     const uint32_t now = page_of(parameter)->writes();
     if (whole->writes + 1 == now) whole->writes = now;  // otherwise the copy was stale before the write

@@ -25,7 +25,7 @@ struct TensorSignature {
     return parameter.layout() == at::kStrided && parameter.scalar_type() == dtype &&
            parameter.sizes() == at::IntArrayRef(sizes) && (!device || parameter.device() == *device);
   }
-  // Describes the change for errors, if `device` is set: "is Half [3] on cpu now, but was Float [3] on cpu".
+  // Describes a change, for errors: "is Half [3] on cpu now, but was Float [3] on cpu". `device` must be set.
   std::string change_of(const at::Tensor& parameter) const {
     return c10::str("is ", parameter.scalar_type(), " ", parameter.sizes(), " on ", parameter.device(),
                     " now, but was ", dtype, " ", at::IntArrayRef(sizes), " on ", *device);

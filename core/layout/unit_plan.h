@@ -17,7 +17,7 @@ std::string join_names(const std::string& module, const std::string& name);
 struct PlannedParameter {
   std::string fqn;
   std::vector<std::string> aliases;  // further names of the same tensor (tied weights)
-  at::Tensor tensor;                 // the module's own tensor, with its TensorImpl
+  at::Tensor tensor;                 // the registered tensor itself (same TensorImpl)
   bool full_precision = false;       // true: never cast
   at::Tensor values = {};            // computed values of a deferred parameter
 };

@@ -18,7 +18,7 @@ class WireCodec {
  public:
   virtual ~WireCodec() = default;
 
-  // Returns whether values are sent from their own memory. If true, a caller need not encode or decode.
+  // Returns whether the encoded bytes equal the values. If true, a caller may send values without encoding them.
   virtual bool is_identity() const { return false; }
   // Returns the dtype of encoded values if a collective can sum them. Otherwise returns nullopt: ranks exchange encoded
   // parts, and the receiver sums the parts with add().
