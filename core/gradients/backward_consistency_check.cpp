@@ -102,7 +102,7 @@ void BackwardConsistencyCheck::require_same_gradients(const std::vector<std::str
 }
 
 // Returns this rank's numbers for an all-reduce of maxima. By parameter: 1 if used. By bucket: 1 if recomputed. With
-// refuse_uneven_use, again by parameter: 0 if used, else size - rank: the maximum identifies the lowest such rank.
+// refuse_uneven_use, again by parameter: 0 if used, else size - rank: the maximum gives the lowest rank without use.
 std::vector<int64_t> BackwardConsistencyCheck::encoded(const PassUse& own) const {
   std::vector<int64_t> numbers(own.used.begin(), own.used.end());
   numbers.insert(numbers.end(), own.recomputed.begin(), own.recomputed.end());

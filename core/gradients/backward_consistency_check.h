@@ -34,10 +34,10 @@ class BackwardConsistencyCheck {
 
   void forget_first_pass() { first_ = {}; }
 
-  // Returns the parameters and buckets that any rank used. Calls `meanwhile` once while the all-reduce is in flight. On
-  // a device, if `meanwhile` returns false and refuse_uneven_use is off, the result contains only this rank's own use.
-  // Collective. Throws CommError. Throws std::invalid_argument on all ranks if their collectives differ, or if
-  // refuse_uneven_use is set and their use differs. Throws std::logic_error if a static graph changed.
+  // Returns the parameters and buckets that any rank used. While the all-reduce is in flight, calls `meanwhile`, which
+  // returns whether this rank must know the result. If not, and refuse_uneven_use is off, returns on a device only this
+  // rank's use. Collective. Throws CommError. Throws std::invalid_argument on all ranks if their collectives differ, or
+  // if refuse_uneven_use is set and their use differs. Throws std::logic_error if a static graph changed.
   PassUse exchange(PassUse own, const std::function<bool()>& meanwhile);
 
  private:

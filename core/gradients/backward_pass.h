@@ -30,7 +30,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   virtual ~BackwardPass() = default;
 
   // Marks a call of the wrapper's user, for as long as this object exists. Calls of one thread may nest. Throws
-  // std::logic_error if another thread is in a call or, as far as its hooks tell, in a backward. A no-op inside a
+  // std::logic_error if another thread is in a call, or in a backward that has called enter(). A no-op inside a
   // backward, which may recompute a forward on a thread of the engine.
   class UserCall {
    public:
@@ -57,7 +57,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   explicit BackwardPass(at::Device device);  // of the parameters
   virtual void begin() = 0;
   // Called on the engine's thread. backward() rethrows exceptions of end(). An exception other than CommError fails the
-  // pass, which is abandoned at once. A CommError aborts the group, so no operation is left in flight.
+  // pass, which is abandoned at once. After a CommError the group is aborted, so no operation is left in flight.
   virtual void end() = 0;
   virtual void fail() = 0;     // called before backward() throws: must not be collective, must not throw
   virtual void abandon() = 0;  // blocks until no operation of the failed pass is in flight

@@ -69,7 +69,7 @@ class Binding {
 
   // Records the version of each parameter, to detect operators in forward that change a parameter.
   void note_versions();
-  // Throws std::logic_error that names a parameter, if one changed since note_versions(): Embedding's max_norm does so.
+  // Throws std::logic_error, naming a parameter that changed since note_versions(), as by Embedding's max_norm.
   void require_same_versions(const char* during) const;
 
  private:

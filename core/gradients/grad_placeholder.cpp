@@ -4,7 +4,7 @@
 
 namespace tessera::internal {
 
-// Attached to a placeholder; its destructor notifies the owner. A tensor from detach() references the same Notice.
+// Attached to a placeholder; its destructor notifies the owner. A tensor from detach() keeps the Notice alive, too.
 struct GradPlaceholder::Notice : c10::BackendMeta {
   Notice(std::weak_ptr<GradPlaceholder> owner, size_t at, std::shared_ptr<std::atomic<bool>> awaited)
       : placeholder(std::move(owner)), index(at), is_awaited(std::move(awaited)) {}

@@ -16,7 +16,7 @@ bool is_held_once(const at::Tensor& gradient) {
 }
 
 // Whether a gradient can be sent from its own memory. A gradient with other references must be copied, as autograd
-// does. A hook that holds a reference may write through data(), which does not change the version.
+// does: a hook that holds a reference may write through data(), which does not change the version.
 bool can_borrow_in_place(const GradientBucket& plan, size_t member, const at::Tensor& gradient) {
   if (plan.route.pieces[plan.route.piece_of[member]].member != member || gradient.scalar_type() != plan.dtype ||
       gradient.layout() != at::kStrided || gradient.is_inference() || !is_held_once(gradient) ||

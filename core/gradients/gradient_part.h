@@ -15,7 +15,7 @@ at::Tensor as_part_of_gradient(const at::Tensor& gradient, const std::string& la
 // Whether `gradient` is a view from as_part_of_gradient(), or was detached from such a view.
 bool is_part_of_gradient(const at::Tensor& gradient);
 
-// Permits scaling again, once values are new or the norm over all ranks is known. A no-op on other tensors.
+// Permits scaling again, after a write of new values or a norm over all ranks. A no-op if not is_part_of_gradient().
 void forget_norm(const at::Tensor& gradient);
 
 }  // namespace tessera::internal

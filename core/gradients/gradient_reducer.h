@@ -73,7 +73,7 @@ class GradientCollector {
   };
   struct Slot {
     BucketContent content, recomputed;
-    size_t expected = 0, missing = 0;  // gradients of this pass: all of them, and those that have not arrived
+    size_t expected = 0, missing = 0;  // the number of gradients in this pass, and of those that have not arrived
   };
 
   void collect(BucketContent& content, size_t bucket, size_t member, const at::Tensor& gradient);
@@ -105,8 +105,8 @@ enum class BucketState : uint8_t {
 //
 //   encode -> reduce over the ranks of a copy -> average over the copies -> copy to the host -> accept
 //
-// If this rank has all members' gradients, the result becomes `.grad`. Otherwise the result waits for accept_waiting():
-// a member that has a gradient on no rank keeps its `.grad`. Used by one thread at a time, with autograd off.
+// If this rank has all members' gradients, the result becomes `.grad`. Otherwise the result waits for accept_waiting(),
+// because a member without a gradient on any rank keeps its `.grad`. Used by one thread at a time, with autograd off.
 class ReductionQueue {
  public:
   // All arguments must outlive the queue.
@@ -199,7 +199,7 @@ class GradientReducer {
   const std::optional<double>& divisor() const { return queue_.divisor(); }
 
   // Begins a pass that reduces the buckets in `order` first, then others as their gradients arrive. Skips buckets
-  // without trained parameters. Set `frozen_too` to include such buckets, if any rank may add kept sums to them.
+  // without trained parameters, unless `frozen_too`: must be true if any rank may call add_kept() for such a bucket.
   void begin(const std::vector<size_t>& order, bool frozen_too = false);
   // Adds a parameter's gradient, of any layout; undefined means no gradient. Returns whether its bucket is full now.
   bool add(size_t parameter, const at::Tensor& gradient);
