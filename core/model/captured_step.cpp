@@ -85,7 +85,7 @@ struct CapturedStep::State {
   };
   // The memory that replays read and write. Also the state of the model and the optimizer at the capture.
   struct Recorded {
-    std::vector<at::Tensor> given;   // on the device "meta", with the layouts of the inputs of the first call
+    std::vector<at::Tensor> given;   // meta tensors with the dtypes, shapes and strides of the first call's inputs
     std::vector<at::Tensor> inputs;  // tensors that replays read; before the capture, inputs of the first call
     std::vector<Gradient> gradients;
     std::vector<Place> places;  // addresses of parameters and buffers
@@ -241,7 +241,7 @@ at::Tensor CapturedStep::State::run_eagerly(const std::vector<at::Tensor>& given
 void CapturedStep::State::capture() {
   wrapper.backward_pass().prepare_capture();
   for (at::Tensor& input : recorded.inputs) input = at::empty_like(input);
-  // Memory for the numbers of the optimizer's step. The bound covers all learning rates and step counts.
+  // Memory for the numbers of a step that the host sets before each replay: at most all learning rates and step counts.
   const auto room = static_cast<int64_t>((optimizer_parameters() + 1) * (optimizer.param_groups().size() + 1));
   const at::Tensor numbers = at::empty({room}, at::TensorOptions(at::kFloat).device(device()));
   clear_gradients();

@@ -22,7 +22,7 @@ void require_at_least_one(int64_t value, const char* name) {
     throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", expected 1 or more");
 }
 
-// Upper limits of the items in a step and before an epoch. Positions add up the items of all steps, without overflow.
+// Upper limits of the items in one step and of the items before an epoch, so that sums of positions do not overflow.
 constexpr int64_t kMostItems = int64_t{1} << 40, kMostTaken = int64_t{1} << 62;
 
 void require_at_most(int64_t value, int64_t most, const char* name) {
@@ -137,7 +137,7 @@ struct DistributedSampler::Position {
     first_requests = 0;
   }
 
-  // Called for each request of a loader. Each request after the initial ones means that the loop has received a batch.
+  // Updates `received` on a loader's request. After its first requests, each one means that the loop received a batch.
   void count_received(bool request_is_served) {
     if (!loader || loader->workers == 0) {
       received = requested;

@@ -31,7 +31,7 @@ void require_strided(const std::string& label, const at::Tensor& tensor);
 std::vector<std::string> describe_parameters(const std::vector<PlannedParameter>& parameters);
 std::vector<std::string> describe_buffers(const torch::nn::Module& module);
 
-// Whether `grad` is a gradient from before wrapping. Wrappers keep such gradients. Excludes placeholders.
+// Returns whether `grad` is defined and no placeholder: during wrapping, the user's gradient, which wrappers keep.
 bool is_earlier_gradient(const at::Tensor& grad);
 // Returns a line with a checksum for each earlier gradient. Each rank keeps its own earlier gradients. If different
 // gradients would make ranks diverge, the wrapper compares these lines over ranks.

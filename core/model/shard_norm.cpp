@@ -42,8 +42,8 @@ at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type, int64_t row_n
   return at::linalg_vector_norm(norms, norm_type);
 }
 
-// Calls `call` with all tensors of each dtype and device, in the order of the first ones. Foreach operators need one
-// dtype and device: with several, they launch kernels for each tensor.
+// Calls `call` once for each dtype and device, with all tensors that have them, in order of first occurrence. If given
+// tensors of several dtypes or devices, foreach operators would launch a kernel for each tensor.
 template <class Call>
 void for_each_kind(std::vector<at::Tensor> tensors, Call call) {
   for (auto begin = tensors.begin(); begin != tensors.end();) {
@@ -76,7 +76,7 @@ at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm
 }
 
 // All-reduces local contributions. A NaN on any rank must make the result NaN, but NCCL's maximum ignores NaN. So the
-// maximum compares the doubles' bits as integers: no double is negative, and NaN exceeds infinity.
+// maximum is of the doubles' bits as integers. abs() makes them non-negative, and the bits of NaN exceed infinity's.
 at::Tensor norm_over_ranks(const at::Tensor& contribution, double norm_type, Communicator& comm,
                            const std::string& what) {
   if (norm_type == kInfinity) {
@@ -88,7 +88,7 @@ at::Tensor norm_over_ranks(const at::Tensor& contribution, double norm_type, Com
   return contribution.pow(1.0 / norm_type);
 }
 
-// Scales in place. Foreach operators cannot write to lazy tensors. Skips lazy zeros.
+// Scales in place. Scales lazy tensors singly, because foreach operators cannot write to them. Skips lazy zeros.
 void scale(const std::vector<at::Tensor>& shards, const at::Tensor& factor) {
   std::vector<at::Tensor> rest;
   for (const at::Tensor& shard : shards) {
