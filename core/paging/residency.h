@@ -156,7 +156,7 @@ class RecomputesLater {
 //   kRecording     recorded in forward, or in a part of forward that backward will recompute (checkpointed())
 //   kRecomputing   recorded in a part of forward that backward recomputes now
 //   kInBackward    not recorded, in backward: needs the values of forward
-//   kNotRecording  not recorded, outside backward: an evaluation, which may have used other values than forward
+//   kNotRecording  not recorded, outside backward: an evaluation, whose values may differ from those of forward
 Page::GradMode current_grad_mode();
 
 // Throws std::runtime_error if another library has registered a fallback for Tessera's dispatch key.

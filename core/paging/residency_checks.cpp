@@ -17,8 +17,8 @@
 namespace tessera::internal {
 namespace {
 
-// Excludes operators that return views, except detach and alias: the others check the storage's bounds. Includes
-// _backward and set_data, because the operators that they call reach the fallback themselves.
+// Of the operators that return views, lists only detach and alias: the others check the bounds of the storage, which
+// must then be filled. _backward and set_data are listed, because the operators that they call reach the fallback.
 using Names = std::unordered_set<std::string_view>;
 const Names kMetadataOnly = {"aten::detach",
                              "aten::detach_",
