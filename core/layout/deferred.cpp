@@ -26,7 +26,7 @@ namespace tessera::internal {
 #define TESSERA_DEFERRED_KEY TESTING_ONLY_GenericMode
 static constexpr auto kDeferredKey = c10::DispatchKey::TESSERA_DEFERRED_KEY;
 
-// Records the operator calls of constructors, in order. The tape refers to tensors by views; the tensors own the tape.
+// Records the operator calls of constructors, in order. Describes tensors by View, because their storages own the tape.
 class Tape {
  public:
   // A view of one of the tape's storages.

@@ -52,7 +52,7 @@ class FlatLayout {
   int64_t shard_numel(int rank) const { return shard(rank).numel(); }
   // Returns the size of each rank's shard. The cut must not be by owner.
   int64_t shard_numel() const { return shard(0).numel(); }
-  // Returns the shard sizes by rank, for collectives; empty if all shards have one size.
+  // Returns the shard sizes by rank, for collectives; empty unless the cut is by owner: other shards are equal.
   std::vector<int64_t> counts() const;
 
   // Returns the part of a parameter that belongs to `rank`, in elements of the parameter; {0, 0} if there is none.

@@ -44,8 +44,8 @@ struct ParameterPolicies {
 std::vector<PlannedUnit> plan_units(const torch::nn::Module& root, const WrapPolicy& policy,
                                     const ParameterPolicies& parameters = {});
 
-// Chooses units in the order of the plan, as long as all chosen units together have at most `fraction` of the plan's
-// elements. Skips units that are too large for the rest. Returns by unit whether it is chosen.
+// Chooses units in the order of the plan. Skips a unit if with it the chosen units would have more than `fraction` of
+// the plan's elements. Returns, for each unit, whether it is chosen.
 std::vector<bool> first_units(const std::vector<PlannedUnit>& plan, double fraction);
 
 // Returns the modules that the policy selects, and all modules below them.

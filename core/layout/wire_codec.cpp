@@ -5,7 +5,7 @@
 namespace tessera::internal {
 namespace {
 
-// Sends values in one dtype.
+// Encodes values by a cast to `dtype`.
 class CastCodec final : public WireCodec {
  public:
   CastCodec(at::ScalarType values_dtype, at::ScalarType dtype) : is_identity_(values_dtype == dtype), dtype_(dtype) {}
