@@ -74,9 +74,8 @@ void BucketContent::put(const GradientBucket& bucket, size_t member, const at::T
   is_first ? place.copy_(gradient) : place.add_(gradient);
 }
 
-// Whether a small gradient on the CPU has the same bytes, in the same order, as its place in the bucket. The caller
-// then copies bytes, because an operator's dispatch takes longer than the copy. A large copy needs an operator's
-// threads.
+// Whether a small gradient on the CPU has the same bytes, in the same order, as its place in the bucket. Callers then
+// copy bytes, because an operator's dispatch takes longer than the copy. A large copy needs an operator's threads.
 bool BucketContent::has_bytes_of_place(const GradientBucket& bucket, size_t member, const at::Tensor& gradient) {
   const ParameterGeometry& geometry = bucket.geometries[member];
   return gradient.is_cpu() && gradient.layout() == at::kStrided && gradient.numel() > 0 &&
