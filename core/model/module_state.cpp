@@ -48,7 +48,7 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& com
   std::vector<Pending> pending;
   for (const at::Tensor& given : tensors) {
     if (!given.defined() || given.numel() == 0) continue;
-    const at::Tensor tensor = distinct_elements(given.data());  // writes to data() keep saved tensors valid
+    const at::Tensor tensor = distinct_elements(given.data());  // writes to data() keep autograd's saved tensors valid
     if (static_cast<int64_t>(tensor.nbytes()) >= kSmallBytes && tensor.is_contiguous() && !has_lazy_values(tensor) &&
         tensor.device() == comm.device()) {
       pending.push_back(comm.broadcast(tensor.view({-1}).view(at::kByte), 0, what));  // as bytes: any dtype can be sent

@@ -33,8 +33,8 @@ std::vector<std::string> describe_buffers(const torch::nn::Module& module);
 
 // Returns whether `grad` is defined and no placeholder: during wrapping, the user's gradient, which wrappers keep.
 bool is_earlier_gradient(const at::Tensor& grad);
-// Returns a line with a checksum for each earlier gradient. Each rank keeps its own earlier gradients. If different
-// gradients would make ranks diverge, the wrapper compares these lines over ranks.
+// Returns a line with a checksum for each earlier gradient. Ranks keep these gradients, which may differ between ranks.
+// A wrapper whose ranks would then diverge compares the lines over the ranks.
 std::vector<std::string> describe_earlier_gradients(const std::vector<PlannedParameter>& parameters);
 
 }  // namespace tessera::internal

@@ -12,7 +12,7 @@ namespace tessera::internal {
 
 // Throws std::invalid_argument unless max_norm >= 0 and norm_type > 0. Infinity is valid.
 void require_clip_arguments(double max_norm, double norm_type);
-// Throws std::runtime_error for infinity and NaN.
+// Throws std::runtime_error, naming `rank`, if `norm` is infinite or NaN.
 void require_finite_norm(double norm, int rank);
 
 // Computes torch::nn::utils::clip_grad_norm_ over ranks. Scales `shards` in place so that the norm of the whole set of
