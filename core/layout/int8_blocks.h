@@ -8,11 +8,11 @@
 
 namespace tessera::internal {
 
-// Floating-point numbers in 8 bits (ZeRO++, Wang et al., 2023). Every block of consecutive elements has an fp32 scale,
-// its largest absolute value / 127. An element is encoded as the nearest of -127, ..., 127 times the scale, with an
-// error of at most half a scale. Decoding computes the same bits on all devices. A block with a subnormal scale decodes
-// to zeros. A block with an infinite or NaN element decodes to NaN, so that later checks find it. Values beyond the
-// range of fp32 count as infinite.
+// Encodes floating-point numbers in 8 bits (ZeRO++, Wang et al., 2023). Every block of consecutive elements has an fp32
+// scale: its largest absolute value / 127. An element is encoded as the nearest of -127, ..., 127 times the scale, with
+// an error of at most half a scale. Decoding computes the same bits on all devices. A block with a subnormal scale
+// decodes to zeros. A block with an infinite or NaN element decodes to NaN, so that later checks find it. Values beyond
+// the range of fp32 count as infinite.
 //
 // The encoded bytes are one fp32 scale for each block, then the int8 codes. The address of `bytes` must be a multiple
 // of 4. CPUs encode on intra-operator threads, other devices by torch operators. Both compute the same bits.
