@@ -60,8 +60,8 @@ class Page {
   uint32_t writes() const { return state_->writes.load(); }
   void note_write() { ++state_->writes; }
 
-  // How autograd treats an operator: see current_grad_mode(). If an operator's mode equals the mode of the page's last
-  // use, the page is attached, and the operator does not call the pager. Most operators take this path.
+  // How autograd treats an operator: see current_grad_mode(). An operator in the mode of the page's last use finds the
+  // page attached, and does not call the pager. Most operators take this path.
   enum class GradMode : uint8_t { kNone, kRecording, kNotRecording, kRecomputing, kInBackward };
   // Sets the mode of the page's last use. On a device, the mode holds only for operators on the current stream.
   void set_current(GradMode mode);
