@@ -45,7 +45,7 @@ class HostMemoryInUse {
   int64_t next_ TESSERA_GUARDED_BY(mutex_) = 0;
 };
 
-// An engine's implementation of a copy. Owns references to both tensors.
+// A copy in flight, implemented by each kind of engine. Owns references to both tensors.
 class CopyOperation : public AsyncOperation {
  public:
   CopyOperation(at::Tensor to, at::Tensor from, std::shared_ptr<std::atomic<int64_t>> late_copies)
@@ -54,7 +54,7 @@ class CopyOperation : public AsyncOperation {
   virtual void order_device() = 0;  // see Copy::wait_on_device()
 
  protected:
-  // Called before a wait. Counts the copy as late if it is incomplete at its first wait.
+  // Must precede each wait. Counts the copy as late if it is incomplete (`is_over` is false) at its first wait.
   void note_wait(bool is_over) {
     if (!std::exchange(is_noted_, true) && !is_over) ++*late_copies_;
   }
@@ -108,7 +108,7 @@ class CopyEngine {
   }
   Copy to_host(const at::Tensor& to, const at::Tensor& from) { return checked_start(CopyDirection::kToHost, to, from); }
 
-  // Blocks until no copy of this engine uses this host memory or another view of that memory. Thread-safe.
+  // Blocks until no copy of this engine uses the memory of `host`, by any view of it. Thread-safe.
   void wait_for_host_memory(const at::Tensor& host) { in_use_->wait_for(host); }
 
   CopyTraffic traffic() const;

@@ -41,7 +41,7 @@ class Graph : public at::cuda::CUDAGraph {
     } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the allocators' part had not begun
     }
   }
-  // Newer versions of libtorch have no such flag: their destructor ends the generator's part.
+  // Newer versions of libtorch have no flag `capturing_`: their destructor ends the generator's capture.
   template <class State>
   static void end_capture_of(State& state) {
     if constexpr (requires { state.capturing_; }) state.capturing_ = false;

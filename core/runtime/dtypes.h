@@ -20,7 +20,7 @@ inline bool is_training_dtype(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
 }
 
-// Throws std::invalid_argument, with the option's name, if the option is set to another dtype.
+// Throws std::invalid_argument, naming `option`, if `dtype` is set and is not a training dtype.
 inline void require_training_dtype(const std::string& option, std::optional<at::ScalarType> dtype) {
   if (!dtype || is_training_dtype(*dtype)) return;
   throw std::invalid_argument(option + " is " + c10::toString(*dtype) + ", expected Half, BFloat16, Float or Double");

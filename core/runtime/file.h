@@ -20,8 +20,8 @@ auto retried(Call call) {
   return result;
 }
 
-// Returns the entries of a folder, unordered. If a call fails, sets `error`. std::filesystem::directory_iterator and
-// remove_all() give up if a signal interrupts a call; these functions begin again.
+// List a folder (in no order), and remove a path with its contents. On failure, set `error`. If a signal interrupts a
+// system call, begin again, whereas std::filesystem's functions fail.
 std::vector<std::filesystem::directory_entry> entries_of(const std::filesystem::path& folder, std::error_code& error);
 void remove_all_of(const std::filesystem::path& path, std::error_code& error);
 
@@ -34,16 +34,16 @@ struct FileFailure {
   std::string problem;         // the error text after the path, if errno does not describe the problem; else ""
   bool is_unanswered = false;  // a remote storage did not answer, so the file may be intact
 
-  std::string reason() const;  // describes errno
+  std::string reason() const;  // the text of `error_number`
 };
 
-// Throws the failure as an exception of the type that the file's user chooses, such as CheckpointError.
+// Throws `failure` as an exception type that the user of the file chooses, such as CheckpointError.
 using ThrowFailure = void (*)(const FileFailure& failure);
 // Calls `throw_failure`. Throws std::logic_error if that function returns.
 [[noreturn]] void throw_with(ThrowFailure throw_failure, const FileFailure& failure);
 
-// An open file. Reads and writes are at a given position, and transfer all bytes or fail. const functions are
-// thread-safe. Move-only; the destructor closes the file.
+// An open file. Reads and writes are at a given position, and transfer all bytes or fail. Failures are thrown by its
+// ThrowFailure. const functions are thread-safe. Move-only; the destructor closes the file.
 class File {
  public:
   // Creates a file. Fails if it exists.
@@ -53,8 +53,8 @@ class File {
   // Opens an existing file for writing. Fails for a symbolic link.
   static File open_to_write(const std::filesystem::path& path, ThrowFailure fail);
   // Creates an unnamed file in `directory`. The file is deleted when it is closed or the process ends. If the file
-  // system allows O_DIRECT, reads and writes bypass the page cache. Positions, lengths and addresses must then be
-  // multiples of kBlockBytes (is_direct()).
+  // system allows O_DIRECT, is_direct() is true: reads and writes bypass the page cache, and their positions, lengths
+  // and addresses must be multiples of kBlockBytes.
   static File create_unnamed(const std::filesystem::path& directory, ThrowFailure fail);
 
   static constexpr int64_t kBlockBytes = 4096;
@@ -82,8 +82,8 @@ class File {
   // Allocates `bytes` bytes (whole blocks) on the disk at the end of the file, and returns their position. If the disk
   // is full, fails with the requested and the free bytes, and leaves the file unchanged.
   int64_t extend(int64_t bytes);
-  // Extends an empty file to `bytes` bytes (whole blocks, above 0) and returns its mapped memory. The kernel writes
-  // this memory to the file when other memory is scarce. The memory keeps the file open.
+  // Extends an empty file to `bytes` bytes (whole blocks, above 0) and returns its mapped memory, which may outlive
+  // this object. If the system is short of memory, the kernel writes the mapped memory to the file.
   std::shared_ptr<void> map_new(int64_t bytes);
 
  private:

@@ -10,7 +10,7 @@ namespace {
 
 std::atomic<GraphRecorderFactory> chosen_factory = nullptr;
 
-// Returns the current CapturedWork of a device.
+// Returns the variable that holds the device's CapturedWork; its value is null if there is none.
 std::atomic<CapturedWork*>& work_on(c10::Device device) {
   static std::array<std::atomic<CapturedWork*>, std::numeric_limits<c10::DeviceIndex>::max() + 1> of_devices{};
   return of_devices.at(device.index());

@@ -26,7 +26,7 @@ class GraphRecorder {
   // wait for the current stream. Recorded work does not run, and must not wait for earlier work of other streams. The
   // recorder keeps all memory that the recorded streams allocate before end().
   virtual void begin() = 0;
-  // Ends the recording, on the stream and the thread of begin(). Throws if an operation could not be recorded.
+  // Ends the recording. Must be called on the stream and thread of begin(). Throws if an operation was not recorded.
   virtual void end() = 0;
   // Enqueues the recorded work on the current stream. Must be called after end().
   virtual void replay() = 0;
@@ -43,10 +43,10 @@ std::unique_ptr<GraphRecorder> make_cuda_graph_recorder();
 
 // The host's part of an optimizer's recorded step. The optimizer must outlive this object.
 struct RecordedStep {
-  // Returns an error text about a change since the recording that replays would ignore; "" if there is no such change.
+  // Returns an error text if replays would ignore a change that was made since the recording; otherwise "".
   std::function<std::string()> change;
   // Must be called before each replay, on its stream, with each `.grad` undefined or as recorded. Counts the step.
-  // Writes step counts, learning rates and replaced states to the recorded memory, and does not wait for the device.
+  // Writes the step count, learning rates and replaced states to the recorded memory. Does not wait for the device.
   std::function<void()> prepare_replay;
 };
 
@@ -73,7 +73,7 @@ class CapturedWork {
   void add_collective(std::string description) { collectives_.push_back(std::move(description)); }
   const std::vector<std::string>& collectives() const { return collectives_; }
 
-  // An optimizer whose step() can be recorded must call note_recordable() in eager steps, alike on all ranks. A
+  // An optimizer whose step() can be recorded must call note_recordable() in eager steps, on all ranks or on none. A
   // recorded step() must call add_step().
   void note_recordable(const torch::optim::Optimizer* optimizer) { recordable_.insert(optimizer); }
   void add_step(RecordedStep step) { steps_.push_back(std::move(step)); }

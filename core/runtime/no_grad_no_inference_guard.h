@@ -15,7 +15,7 @@ struct NoGradNoInferenceGuard {
   at::NoGradGuard no_grad;
 };
 
-// While this object exists, `target` may be written to. Without it, a write to an inference tensor may throw.
+// While this object exists, this thread may write to `target`, even if `target` is an inference tensor.
 class WritesTo {
  public:
   explicit WritesTo(const at::Tensor& target) {

@@ -51,16 +51,16 @@ int64_t steady_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
-// The time is min(steady time - stopped, limit). A tick writes `stopped` before the limit, and read() reads `stopped`
-// after the limit. So a reader of the new limit sees the tick's `stopped`. The variables have no destructors, because
-// the thread may tick until the process ends.
+// The time is min(steady time - stopped, limit). A tick sets the limit to kMostGap from now. It writes `stopped` before
+// the limit, and read() reads `stopped` after the limit. So a reader of the new limit sees the tick's `stopped`. The
+// variables have no destructors, because the thread may tick until the process ends.
 std::atomic<int64_t> stopped{0};
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 std::atomic<int64_t> limit{kNoLimit};
 std::atomic<bool> is_used{false};  // whether the clock was read since the last tick
 std::atomic<pid_t> alarms_owner{::getpid()};
 
-// Returns whether the thread exists. The kernel zeros the flag in a child of fork(), which has no such thread.
+// Returns the flag that says whether the thread exists. In a child of fork(), which has no thread, the kernel zeros it.
 std::atomic<bool>& is_ticking() {
   static auto* const flag = [] {
     const size_t bytes = ::sysconf(_SC_PAGESIZE);

@@ -8,8 +8,8 @@ namespace tessera::internal {
 
 // The clock of all deadlines. It is steady, and does not advance while this process is stopped: by Ctrl-Z, SIGSTOP, a
 // debugger or a frozen container. So a job that was stopped and is continued does not time out. A thread reads the
-// steady clock every kTick, and adds at most kMostGap between two readings. That thread ends if the clock is unused, so
-// a wait must have a RunAlarm, or read this clock at least once a second. Thread-safe, also in a child of fork().
+// steady clock every kTick, and advances this clock by at most kMostGap. The thread ends if nothing uses this clock, so
+// a wait must have a RunAlarm or call now() at least once a second. Thread-safe, also in a child of fork().
 struct RunClock {
   using duration = std::chrono::nanoseconds;
   using rep = duration::rep;

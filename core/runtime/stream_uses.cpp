@@ -29,7 +29,7 @@ void StreamUses::begin(c10::Device device) {
   if (device.is_cpu()) return;
   users_.push_back(current_stream(device));
   if (ready_.use_count() != 1)
-    ready_ = std::make_shared<c10::Event>(device.type());  // a copy may still need the old one
+    ready_ = std::make_shared<c10::Event>(device.type());  // a copy of this object may still need the old event
   ready_->record(users_[0]);
 }
 

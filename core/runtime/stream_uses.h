@@ -9,14 +9,13 @@
 
 namespace tessera::internal {
 
-// Makes an accelerator current on this thread; a no-op for a CPU. A thread of Tessera's must call this before it
-// touches events or memory of the device. Otherwise CUDA makes a context on device 0, which takes hundreds of MiB
-// there: libtorch makes a thread's device current again when it has recorded or destroyed an event, and new threads
-// have device 0.
+// Makes an accelerator the current device of this thread; a no-op for a CPU. A thread that Tessera starts must call
+// this before it uses events or memory of the device. A new thread's current device is 0, and libtorch makes that
+// device current again after it records or destroys an event. CUDA would then make a context of hundreds of MiB there.
 void make_current(c10::Device device);
-// Returns an accelerator with an index: this thread's current device if `device` has none. A no-op for a CPU.
+// Returns `device` with an index. An accelerator without one gets that of the current device; a CPU is unchanged.
 c10::Device with_index(c10::Device device);
-// Returns the stream on which this thread's next operator runs on the device, which must have streams.
+// Returns this thread's current stream on `device`, which must be an accelerator.
 c10::Stream current_stream(c10::Device device);
 // Makes later work of `then` wait for the current work of `first`. Does not block the host.
 void order_streams(const c10::Stream& first, const c10::Stream& then);
@@ -25,8 +24,8 @@ void order_streams(const c10::Stream& first, const c10::Stream& then);
 // next writer waits for all of them. A no-op on a CPU. Must be used by one thread at a time.
 class StreamUses {
  public:
-  // Must be called when the memory is filled, on the stream that fills it or that waits for the filling stream. A later
-  // use() on another stream waits for the work enqueued so far.
+  // Must be called after the work that fills the memory was enqueued. The current stream must be the stream of that
+  // work, or wait for it. A later use() on another stream waits for the work enqueued so far.
   void begin(c10::Device device);
   // Must be called before the current stream uses the memory; other users may run at the same time.
   void use();
