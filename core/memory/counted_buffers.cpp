@@ -47,7 +47,7 @@ at::Tensor CountedBuffers::take(int64_t numel, at::ScalarType dtype) {
   const auto bytes = static_cast<int64_t>(memory.nbytes());
   counts_->add(bytes);
   void* data = memory.mutable_data_ptr();
-  // libtorch's allocator reuses memory for the stream that allocated it, but the last use may be on another stream.
+  // libtorch's allocator reuses memory on the stream that allocated it, so that stream must wait for the last use.
   std::optional<c10::Stream> made_on;
   if (!device_.is_cpu()) made_on = c10::impl::VirtualGuardImpl(device_.type()).getStream(memory.device());
   auto free_memory = [counts = counts_, memory = std::move(memory), bytes, made_on](void*) mutable {

@@ -113,7 +113,7 @@ void* MemoryCache::take(size_t bytes) {
   const bool is_remade = block != nullptr;
   unmap(unused);
   if (block == nullptr) block = map_block(bytes);
-  if (block == nullptr) {  // release() unmaps idle blocks, which may help
+  if (block == nullptr) {  // unmapping idle blocks may help
     release();
     block = map_block(bytes);
   }
@@ -212,8 +212,8 @@ bool MemoryCache::unmap_freed(const Block& block) {
   return true;
 }
 
-// Decides, until the next check, whether blocks are marked MADV_FREE when they become idle. Marking costs as much as
-// writing a tenth of the block, or with small pages the whole block.
+// Decides, until the next check, whether blocks are marked MADV_FREE when they become idle. Returns needed_bytes().
+// Marking costs as much as writing a tenth of the block, or with small pages the whole block.
 int64_t MemoryCache::look_at_limit() {
   const int64_t needed_bytes = pressure_.limit->needed_bytes();
   std::lock_guard lock(mutex_);
@@ -292,7 +292,7 @@ std::atomic<bool> is_on{false};
 // The cache of the process; null until start_caching_memory(). Never destroyed: tensors may outlive static objects.
 std::atomic<MemoryCache*> process_cache{nullptr};
 
-// Also locks the cache's mutex around each fork(), which could otherwise copy a mutex that another thread has locked.
+// Makes the cache. Locks its mutex around each fork(), which could otherwise copy a mutex that another thread holds.
 [[maybe_unused]] MemoryCache& make_process_cache() {
   static auto* const cache = [] {
     auto* const made = new MemoryCache(memory_limit(ControlGroups::of_this_process()));
@@ -372,9 +372,9 @@ MemoryCacheStats memory_cache_stats() {
 void release_freed_memory() {
   if (MemoryCache* const cache = process_cache) cache->release(rank_of_thread);
 #ifdef __GLIBC__
-  // After a block below 32 MiB was freed, glibc keeps later freed blocks of that size, and malloc_trim() returns them
-  // to the system. Only one thread trims at a time: if another allocator replaces malloc, glibc's malloc initializes
-  // itself here without a lock. Other threads only count their requests, because fork() could copy a locked mutex.
+  // After it frees a block below 32 MiB, glibc keeps later freed blocks of that size; malloc_trim() returns them to the
+  // system. Only one thread trims at a time: if another allocator replaces malloc, glibc's malloc initializes itself
+  // here without a lock. Other threads only count a request: with a mutex instead, fork() could copy it locked.
   static std::atomic<int> requests{0};
   if (requests.fetch_add(1) > 0) return;
   int seen = 0;

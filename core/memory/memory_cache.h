@@ -21,8 +21,8 @@
 namespace tessera::internal {
 
 // Caches the memory of large CPU tensors, as CUDACachingAllocator does for devices. Every training step requests blocks
-// of the same sizes, for which glibc is slow. A freed gradient of 16 MB leaves a hole that is a few alignment bytes too
-// small for the next gradient. Memory that glibc returns to the system costs 4,000 page faults to reallocate.
+// of the same sizes. glibc handles that slowly: a freed 16 MB gradient leaves a hole that is a few alignment bytes too
+// small for the next one. If glibc returns the memory to the system, allocating it again costs 4,000 page faults.
 //
 // Blocks are in huge pages if the system grants them (transparent_hugepage: madvise or always). A block of at least a
 // huge page has its own mapping. Smaller blocks share mappings, and are unmapped separately. A request takes the
@@ -31,7 +31,7 @@ namespace tessera::internal {
 // Live and idle blocks together take at most 9/8 of the peak of live bytes. Before a new block is mapped, the blocks
 // that have been idle longest are unmapped, and one of them is resized to become the new block (mremap). If the
 // processes of a control group need more than half of its memory limit, idle blocks are marked MADV_FREE. Then the
-// system can take their pages instead of killing the process. A thread checks this while blocks are idle, because
+// system can take their pages instead of killing the process. A thread checks the need while blocks are idle, because
 // memory other than tensors may grow too. Thread-safe. docs/launch.md has measurements.
 class MemoryCache {
  public:
@@ -51,7 +51,7 @@ class MemoryCache {
   void* take(size_t bytes);
   // Frees a block. Returns false if `block` is not a block of this cache.
   bool give(void* block);
-  // Sets whether freed blocks are kept for reuse (the default). If not, releases idle blocks and ends the thread.
+  // Sets whether freed blocks are kept for reuse (default: true). If false, releases idle blocks and ends the thread.
   void set_keeps_freed(bool keeps);
   static constexpr int kNoRank = -1;  // the rank of a thread that has none
   // Returns idle blocks to the system: all of them, or with `rank` only blocks freed by threads of that rank or of no
@@ -120,7 +120,7 @@ class MemoryCache {
   Stats stats_;
 };
 
-// Sets the rank of this thread, in a process with a thread for each rank.
+// Sets the rank of this thread for MemoryCache::release(), in a process with a thread for each rank.
 void set_memory_rank_of_thread(int rank);
 
 // Makes the cache libtorch's CPU allocator, for new CPU tensors of 256 KiB or more. A no-op if TESSERA_MEMORY_CACHE=0
@@ -132,8 +132,8 @@ void start_caching_memory();
 // freed. Must be called while no other thread makes tensors.
 void stop_caching_memory();
 
-// Returns the cache's allocator. It forwards small requests to libtorch's own allocator, and while the cache is off
-// also all others. Allocators that count its memory, such as PeakMemory's, forward to it.
+// Returns the cache's allocator. It forwards small requests to libtorch's own allocator, and all requests while the
+// cache is off. Allocators that count memory, such as PeakMemory's, forward to it.
 c10::Allocator* memory_cache_allocator();
 
 }  // namespace tessera::internal

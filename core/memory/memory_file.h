@@ -23,18 +23,18 @@ class MemoryFile {
   static MemoryFile create(const char* name);
   // Creates a zeroed file of fixed size, so that reads cannot fault. Not open if the system or `ulimit -f` refuses.
   static MemoryFile create_fixed(const char* name, int64_t bytes);
-  // Opens the file of a notice(), with the flags of ::open(). The result is not open if this fails, or if the notice
-  // leads to another file: process ids differ between PID namespaces.
+  // Opens the file that another process described by notice(). `flags` are those of ::open(). The result is not open if
+  // this fails, or if `notice` leads to another file: process ids differ between PID namespaces.
   static MemoryFile open(const std::string& notice, int flags);
   MemoryFile duplicate() const;  // the result is not open if the call fails
 
   bool is_open() const { return descriptor_ >= 0; }
   int descriptor() const { return descriptor_; }
-  // Whether the file has a fixed size of this many bytes or more.
+  // Whether the file has a fixed size of `bytes` or more.
   bool is_fixed_at(int64_t bytes) const;
   // Returns a path of the file in this process.
   std::string path() const { return "/proc/self/fd/" + std::to_string(descriptor_); }
-  // Returns the argument of open() in another process of the host: "<process> <descriptor> <device> <inode>".
+  // Returns the `notice` for open() in another process of this host: "<process> <descriptor> <device> <inode>".
   std::string notice() const;
 
  private:

@@ -21,7 +21,7 @@ class MemoryKindScope {
   const ThreadScope<MemoryKind> scope_;
 };
 
-// Called with the number of bytes that a thread allocates on a disk. The bytes count until the result is destroyed.
+// Counts `bytes` that the calling thread allocates on a disk, until the result is destroyed.
 using DiskBytesCounter = std::shared_ptr<void> (*)(int64_t bytes);
 
 // Sets the process's counter of disk bytes, with which record_run() and dry_run() measure MemoryKind::kDisk.

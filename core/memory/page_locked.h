@@ -30,7 +30,7 @@ void set_page_locked_allocator(PageLockedAllocator* allocator);
 int64_t bytes_when_page_locked(int64_t bytes);
 
 // Allocates uninitialised page-locked bytes, from page_locked_allocator() or else libtorch's allocator. Destroying the
-// last reference frees the memory, which no device may then use (see CopyEngine). Thread-safe.
+// last reference frees the memory; no device may still use it then (see CopyEngine). Thread-safe.
 at::Tensor page_locked(int64_t bytes);
 
 }  // namespace tessera::internal

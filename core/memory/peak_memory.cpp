@@ -26,7 +26,7 @@ std::mutex accounts_mutex;
 
 }  // namespace
 
-// The count of one thread. Changed by the thread that allocates and by threads that free its memory.
+// The live bytes that one thread has allocated. Changed by that thread and by threads that free its memory.
 struct PeakMemory::Account {
   int64_t current_bytes = 0;
   std::vector<int64_t*> peaks;  // peaks of the existing PeakMemory objects
@@ -41,7 +41,7 @@ namespace {
 
 thread_local std::shared_ptr<PeakMemory::Account> account_of_thread;
 
-// Allocations of counted threads, by address. oneDNN's kernels free by raw_deleter(), which receives only the address.
+// Allocations of counted threads, by address: raw_deleter(), by which oneDNN's kernels free, receives nothing else.
 class Ledger {
  public:
   void enter(void* memory, int64_t bytes, std::shared_ptr<PeakMemory::Account> account) {
@@ -120,7 +120,7 @@ PeakMemory::PeakMemory(c10::Device device) : device_(with_index(device)) {
     return;
   }
   try {
-    at::globalContext().lazyInitDevice(device_.type());  // an allocator of CUDA has no statistics before
+    at::globalContext().lazyInitDevice(device_.type());  // CUDA's allocator has no statistics before this
     c10::getDeviceAllocator(device_.type())->resetPeakStats(device_.index());
   } catch (const std::exception& error) {
     throw std::invalid_argument("PeakMemory on " + device_.str() + ": its allocator does not count: " + error.what());

@@ -21,9 +21,9 @@ struct PinnedPoolOptions {
 // A pool of host memory for copies to and from a device. Tensors return their memory when they are destroyed.
 //
 // Page-locking costs system calls and stalls, so the pool keeps locked memory for the next tensor with the same number
-// of pages. The pool owns at most the peak of the bytes in use, and frees idle memory of other sizes before it
-// allocates. It keeps no unlocked memory, which MemoryCache caches. Counts are of allocated bytes: whole pages if
-// locked (bytes_when_page_locked()). Thread-safe; tensors may outlive the pool.
+// of pages. The pool owns at most the peak of the bytes in use: it frees idle memory before it would exceed that peak.
+// It keeps no unlocked memory, which MemoryCache caches. Byte counts and the limit are of whole pages if locked
+// (bytes_when_page_locked()). Thread-safe; tensors may outlive the pool.
 class PinnedPool {
  public:
   explicit PinnedPool(PinnedPoolOptions options);
