@@ -29,7 +29,7 @@ class RangeSink {
     static std::atomic<RangeSink*> sink = from_environment();
     return sink;
   }
-  static RangeSink* from_environment() noexcept;  // in nvtx_ranges.cpp or no_nvtx_ranges.cpp
+  static RangeSink* from_environment() noexcept;  // in nvtx_ranges.cpp or no_cuda.cpp
 };
 
 // A range of this thread that lasts as long as this object.

@@ -37,7 +37,7 @@ class Trace {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Returns the trace, or null unless TESSERA_TRACE names a trace or a new file. If null, a span costs one comparison.
+  // Returns the trace; null unless TESSERA_TRACE names a trace or a new file. If null, a span costs one comparison.
   static Trace* active() noexcept {
     static Trace* const trace = make();
     return trace;
