@@ -38,14 +38,14 @@ struct FlatParameterOptions {
   Memory shard_memory;
   Memory grad_memory;
   // Receives before_write() before writes to the shard, and refuse() for writes that set_shard_writable(false) forbids.
-  // If the shard is on disk, its DiskPager receives refuse() instead. Must outlive the flat parameter.
+  // If the shard is on disk, the DiskPager receives refuse() instead. Must outlive the flat parameter.
   Pager* pager = nullptr;
   int page_id = 0;
   Memory low_precision_memory;  // allocates the gather_dtype copy of a host shard; empty: shard_memory
 };
 
 // The names, shapes and dtypes of parameters that share one flat buffer, and the layout of the buffer over ranks. A
-// value type: needs no other ranks. The parameters have one dtype, and all are trainable or all are frozen.
+// value type: uses no communicator. The parameters have one dtype, and all are trainable or all are frozen.
 class FlatSpec {
  public:
   FlatSpec(std::string name, std::vector<PlannedParameter> parameters, int rank, int world_size,
@@ -191,7 +191,7 @@ struct PagedFlatParameter {
     if (host_page && host_page->is_attached()) return *host_page;
     return exact_page && exact_page->is_attached() ? *exact_page : *page;
   }
-  // Makes the parameters views of page `to`. Keeps the tensors of the module's members, their ties and requires_grad.
+  // Makes the parameters views of page `to`, in `dtype`. Keeps the module's tensor objects, ties and requires_grad.
   void point_parameters(const Page& to, at::ScalarType dtype) const;
 };
 

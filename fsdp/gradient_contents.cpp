@@ -189,7 +189,7 @@ void ShardedGradients::inspect(const Unit& unit) {
             binding_.label(i) +
             " has a gradient that was put there by hand (one of torch::autograd::grad(), say), which no step would "
             "take: gradients are in fsdp.parameters(), by backward(), as averages over the ranks");
-      // If the user still references the placeholder, the placeholder has not reported that `.grad` was cleared.
+      // If the user still references the placeholder, it has not called clear() when `.grad` was cleared: do so now.
       if (in_module == GradState::kOrdinary && states_[i].in_module == GradState::kPlaceholder) clear(i);
       place_in_module(i);
       binding_.hook(i);

@@ -87,7 +87,7 @@ void ShardedModel::visit_full_state(const VisitState& visit, const StateDictOpti
   }
   settle();
   for (const auto& parameter : module_->named_parameters())
-    if (!sharded.contains(parameter.key())) show(parameter.key(), parameter.value().detach());  // its module is ignored
+    if (!sharded.contains(parameter.key())) show(parameter.key(), parameter.value().detach());  // of an ignored module
   for (const auto& buffer : defined_buffers(*module_)) {
     show(buffer.key(), cast_buffers_.own_value(buffer.key(), buffer.value().detach()));
   }

@@ -34,7 +34,7 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   if (summon_ == Summon::kElsewhere)
     throw std::logic_error("a parameter of " + needed[0]->name() + " is used on rank " + model_.rank_text() +
                            " while full parameters are summoned on rank 0 only");
-  // is_running() is also true on threads that a custom backward started.
+  // On threads that a custom backward started, only is_running() is true.
   const bool backward = inside_backward() || is_running();
   if (backward) {
     if (inside_backward()) enter();
@@ -207,8 +207,8 @@ void UnshardedUnits::use(const std::vector<Unit*>& needed, Page::GradMode mode, 
   computing_.begin(std::move(names), backward ? "backward" : "forward");
 }
 
-// [Note: Evicting at the turn] At the turn from forward to backward, a rank holds the most memory. If all-gathers copy
-// from peer memory, a second gather of the last units is cheaper than keeping them. With few units, the extra
+// [Note: Evicting at the turn] At the turn from forward to backward, a rank holds the most memory. So it reshards
+// recent units whose all-gathers are lazy, because a second copy from peer memory is cheap. With few units, the extra
 // all-gathers cost too much. The rule depends only on values that are equal on all ranks.
 constexpr size_t kLeastUnitsToEvictAtTheTurn = 8;
 

@@ -26,15 +26,15 @@ class UnshardedUnits {
  public:
   explicit UnshardedUnits(ShardedModel& model) : model_(model) {}
 
-  // Reshards units that an earlier pass prefetched but did not use.
+  // Begin a pass. pre_forward() also reshards units that an earlier pass prefetched but did not use.
   void pre_forward();
   void pre_backward();
-  // Must be called before an operator uses the units. Evicts other units, unshards these units, and prefetches the
-  // units that followed them in the last pass. Collective.
+  // Must be called before an operator uses the units `needed`. Evicts other units, unshards `needed`, and prefetches
+  // the units that followed them in the last pass. Collective.
   void use(const std::vector<Unit*>& needed, Page::GradMode mode, bool backward);
   void reshard(Unit& unit);
   void reshard_all();
-  // Must follow a backward. The next use outside backward begins a forward. `accumulates`: shards stay unchanged.
+  // Must follow a backward. The next use() outside backward begins a forward. `accumulates`: no step precedes it.
   void post_backward(bool accumulates);
 
   // Ends the trace span for the computation of the last use()'s units.

@@ -42,7 +42,7 @@ class SecondaryShard {
   void keep();
   // Copies this rank's part of `full`, the unsharded flat parameters, into new memory. A no-op unless kWanted.
   void cut(const std::vector<at::Tensor>& full);
-  // Starts an all-gather of one flat parameter into `full`. The state must be kHeld. Collective in the group.
+  // Starts an all-gather of flat parameter number `flat_parameter` into `full`. Must be kHeld. Collective in the group.
   void start_gather(size_t flat_parameter, const at::Tensor& full, CollectiveLog& log);
   // Frees the memory if kHeld. The next reshard then calls cut() again.
   void evict();

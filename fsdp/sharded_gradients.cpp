@@ -13,7 +13,7 @@ void ShardedGradients::show_version(const Unit& unit) {
       if (!parameter.tensor.is_inference()) parameter.tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// Raises versions before the first operator of forward, because forward may save a parameter before using it.
+// Raises versions before forward begins: an autograd function may save a parameter before any operator uses it.
 void ShardedGradients::begin_forward() {
   for (const auto& unit : model_.units()) show_version(*unit);
 }

@@ -43,7 +43,7 @@ torch::OrderedDict<std::string, at::Tensor> parameters_beside(const std::vector<
   return others;
 }
 
-// Returns a function that makes the module's deferred tensors deferred again, as they are now.
+// Returns a function that restores the module's deferred tensors to their present, deferred state.
 auto deferring_again(const torch::nn::Module& module) {
   std::vector<std::pair<at::Tensor, at::Tensor>> deferred;
   for (const auto& list : {module.parameters(), module.buffers()})

@@ -83,7 +83,7 @@ class Unit {
   bool can_unshard_ahead() const;
   // Must be called after unshard(). Blocks until operators on the current stream may use the parameters.
   void wait_for_unshard();
-  // Frees the unsharded parameters after the all-gather or copy in flight has completed. A no-op if summoned.
+  // Completes an all-gather or copy in flight, then frees the unsharded parameters. A no-op if summoned.
   void reshard();
   SecondaryShard& secondary() { return secondary_; }
 
@@ -93,7 +93,7 @@ class Unit {
   void wait_for_reads();
   // Whether the shards were written after the last all-gather.
   bool is_stale() const;
-  // Returns the sum of the shards' autograd version counters. Must be equal in forward and backward.
+  // Returns the sum of the shards' autograd version counters. If it changes after forward, backward must throw.
   uint32_t version() const;
   // Calls Page::set_current() on all attached pages.
   void set_current(Page::GradMode mode);
@@ -167,7 +167,7 @@ class ShardedModel {
   void describe(std::ostream& text) const;  // writes a line for each flat parameter
 
  private:
-  // Returns the options of each unit. Their memory functions return memory that is allocated already. Collective.
+  // Returns the options of each unit. Their `shard_memory` returns memory that is already allocated. Collective.
   std::vector<FlatParameterOptions> reserve_shards(const std::vector<PlannedUnit>& plan,
                                                    const FlatParameterOptions& common);
   void make_units(std::vector<PlannedUnit>& plan, Pager* pager);

@@ -6,9 +6,9 @@
 
 namespace tessera::internal {
 
-// Finds parameters whose data the user replaced since the last call (torch::load(), set_data()). Copies this rank's
-// part of the new values, and makes the parameter a view of its page again. Throws std::logic_error, naming the
-// parameter, if shape or dtype differs (module.to()), if `may_change` is false, or if a shard was replaced.
+// Finds parameters whose data the user replaced since the last call (torch::load(), set_data()). For each, copies this
+// rank's part of the new values and makes the parameter a view of its page again, or throws std::logic_error with its
+// name: if shape or dtype differs (module.to()) or `may_change` is false. Also throws if a shard was replaced.
 void reattach(Unit& unit, bool may_change);
 
 // Must be called before `operation` writes to `view`, a view of a read-only page. Throws std::logic_error, naming the
