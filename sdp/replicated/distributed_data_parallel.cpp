@@ -32,7 +32,7 @@ std::string describe(const DdpOptions& options) {
 }
 
 // On CPUs calls the same operators as torch::nn::utils::clip_grad_norm_, for bit-equal results. On a device launches a
-// few kernels for all gradients. In contrast to that function, leaves the norm on the device, accepts gradients without
+// few kernels for all gradients. Unlike libtorch's function, leaves the norm on the device, accepts gradients without
 // elements, and throws Tessera's error.
 GradNorm clip(const std::vector<at::Tensor>& gradients, double max_norm, double norm_type, bool error_if_nonfinite,
               int rank) {

@@ -59,7 +59,7 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
       states_(binding_.parameters().size()),
       comparison_(options.compare_replicas_every) {}
 
-// Afterwards the hooks have no effect, so the module can be trained alone. If a reduction is due, the backward throws.
+// Afterwards the hooks do nothing: the module can be trained alone. A running backward whose reduction is due throws.
 ReplicatedGradients::~ReplicatedGradients() {
   const bool awaits_reduction =
       std::ranges::any_of(states_, [](const ParameterState& state) { return state.awaits_reduction; });
@@ -84,7 +84,7 @@ void ReplicatedGradients::install() {
       self, [](auto& owner, size_t parameter, const at::Tensor& gradient) { return owner.take(parameter, gradient); },
       [](size_t, const at::Tensor& gradient) { return gradient; }));
   step_check_.emplace(while_alive(self, [](auto& owner) { owner.require_averages(); }, [] {}));
-  // Optimizers' states follow the first gradient, and backward makes gradients dense.
+  // Makes gradients dense, as backward does, because an optimizer's state may take the layout of its first gradient.
   for (size_t i = 0; i < states_.size(); ++i)
     if (at::Tensor& grad = binding_.tensor(i).mutable_grad(); grad.defined() && grad.is_sparse())
       grad = grad.to_dense();
@@ -195,8 +195,8 @@ void ReplicatedGradients::require_own_forward(size_t parameter) const {
                            " has a gradient of a forward through another wrapper: train it through one wrapper");
 }
 
-// Records the state of a gradient in a group of one rank, where autograd accumulates gradients. A divisor may be set
-// between a backward under no_sync() and the next reducing backward, which then needs the state.
+// Records the state of a gradient in a group of one rank, where autograd accumulates gradients. If a divisor is set
+// after a backward under no_sync(), the next backward reduces gradients, and needs the state.
 void ReplicatedGradients::note_passed_through(size_t parameter) {
   if (!reduces()) {
     states_[parameter].grad = GradState::kAccumulating;
@@ -209,8 +209,8 @@ void ReplicatedGradients::note_passed_through(size_t parameter) {
 }
 
 // Begins this rank's own sum. An existing gradient is an average: from a backward, from before wrapping, or from the
-// user. The next reduction adds the averages of all ranks that hold one (under SDP only the owner), and divides the sum
-// by the divisor. So the average is scaled here, such that the reduction restores its value.
+// user. The next reduction adds the averages of all ranks (under SDP only the owner's) and divides the sum by the
+// divisor. Scales the average now, so that the reduction restores it.
 void ReplicatedGradients::begin_own_sum(size_t parameter) {
   at::Tensor& grad = binding_.tensor(parameter).mutable_grad();
   ParameterState& state = states_[parameter];
@@ -226,7 +226,7 @@ void ReplicatedGradients::begin_own_sum(size_t parameter) {
 }
 
 // Another rank may have begun its own sum of a parameter that this rank did not use under no_sync(). The reduction then
-// adds the averages of all ranks, so this rank must pass its average on, too.
+// adds the averages of all ranks, so this rank must also contribute its average.
 void ReplicatedGradients::begin_own_sums_of_unused() {
   if (!std::exchange(flags_.has_own_sums, false) || owner_of_) return;
   for (size_t i = 0; i < states_.size(); ++i)
@@ -354,7 +354,7 @@ bool ReplicatedGradients::is_lost(size_t parameter) const {
 
 void ReplicatedGradients::abandon() {
   reducer_.abandon();
-  if (failed_reducing()) log_.add("a failed backward");  // otherwise a rank that fails alone would stay one step behind
+  if (failed_reducing()) log_.add("a failed backward");  // so that ranks detect that only some of them failed
   for (size_t i = 0; i < states_.size(); ++i)
     if (!is_lost(i)) states_[i].grad = GradState::kOrdinary;
 }

@@ -120,7 +120,7 @@ class ReplicatedGradients : public BackwardPass {
   ReplicaComparison comparison_;
   struct Flags {
     bool order_agreed = false;     // whether the buckets follow rank 0's order of gradients
-    bool has_own_sums = false;     // whether this rank or, in a larger group, any other rank may have own sums
+    bool has_own_sums = false;     // whether any rank may hold own sums, made under no_sync()
     bool any_backward = false;     // whether a backward since the last forward had gradients
     bool is_forward_open = false;  // whether a training forward has begun and not returned
     bool first_backward = true;

@@ -136,7 +136,7 @@ void ReplicatedModule::trace_passes(const std::vector<at::Tensor>& outputs) cons
     output.register_hook([trace, backward](const at::Tensor&) {
       if (std::exchange(backward->has_begun, true)) return;
       backward->range.begin([] { return std::string("backward"); });
-      // The span includes other code's callbacks. So this callback queues a second callback that runs last.
+      // The span must include other code's callbacks. So this callback queues a second one, which runs after them.
       auto& engine = torch::autograd::Engine::get_default_engine();
       engine.queue_callback([&engine, trace, backward, since = Trace::Clock::now()] {
         engine.queue_callback([trace, backward, since] {

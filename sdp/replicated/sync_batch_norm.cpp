@@ -171,8 +171,8 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
 
 namespace {
 
-// Stands in for a BatchNorm's running mean, or for its weight if the module keeps no running mean. The module's own
-// forward() calls at::batch_norm. In training, this call then uses the statistics of all ranks.
+// Stands in for a BatchNorm's running mean, or for its weight if there is no running mean. at::batch_norm() in the
+// module's forward() calls batch_norm() here: in training, with all ranks' statistics.
 class SyncedBatchNorm : public StandIn {
  public:
   SyncedBatchNorm(std::weak_ptr<torch::nn::Module> owner, const at::Tensor& stands_for, NormTensors tensors,
