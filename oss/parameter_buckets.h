@@ -16,13 +16,13 @@
 
 namespace tessera::internal {
 
-// The least number of bytes that a rank steps in one turn if it alternates between stepping and publishing. With fewer
+// Least size of parameters that a rank steps before it publishes them, if steps overlap with publishing. With fewer
 // bytes, the overhead of the optimizer's operator calls would be too large. Tests use a lower number.
 inline int64_t least_step_bytes = int64_t{8} << 20;
 // Factor for least_step_bytes on a device, where computation is faster than on a CPU but a call has no less overhead.
 inline constexpr int64_t kDeviceStepFactor = 32;
 
-// Returns whether optimizers step the parameter: they also step a frozen parameter that has a gradient.
+// Returns whether an optimizer steps the parameter: it is trainable, or it is frozen but has a gradient.
 inline bool is_stepped(const at::Tensor& parameter) { return parameter.requires_grad() || parameter.grad().defined(); }
 
 // Publishes parameters after a step: sends the owners' values to all ranks, in buckets.
@@ -31,7 +31,7 @@ inline bool is_stepped(const at::Tensor& parameter) { return parameter.requires_
 // all parameters of a bucket. A large parameter is its own bucket, in its own memory. So publishing copies no values.
 //
 // A parameter also keeps its own memory if other tensors share that memory (a kept view, a second model). Publishing
-// copies its values to the bucket and back. Ranks may differ in this, because they run the same all-gather.
+// copies its values to the bucket and back. Ranks may differ in this: the all-gather is the same.
 class ParameterBuckets {
  public:
   // Moves the values of small parameters into buckets of at most `bucket_bytes`. Makes these parameters views of the

@@ -65,7 +65,7 @@ ParameterGeometry state_geometry(const std::string& name, const at::Tensor& para
   return {state_sizes(name, parameter.sizes().vec()), {1}};
 }
 
-// Describes each number and tensor of the states in a line, from which a receiving rank allocates memory.
+// Describes each number and tensor of the states in a line. A receiving rank allocates tensors from these lines.
 std::string describe_states(const std::map<int64_t, ParameterState>& states) {
   std::ostringstream text;
   for (const auto& [index, state] : states) {
@@ -312,7 +312,7 @@ void ShardedOptimizer::take_added_groups() {
   for (size_t group = 0; group < local_->param_groups().size(); ++group)
     for (size_t i = 0; i < param_groups_[group].params().size(); ++i, ++place) {
       const auto known = ownership_.find(param_groups_[group].params()[i].unsafeGetTensorImpl());
-      if (known == ownership_.end() || known->second.index > place)  // a smaller index: listed twice
+      if (known == ownership_.end() || known->second.index > place)  // smaller: a repeated parameter
         throw std::logic_error("OSS on rank " + std::to_string(comm_->rank()) + ": parameter " + std::to_string(i) +
                                " of group " + std::to_string(group) +
                                " is another than when the group was added: add new ones by add_param_group()");
