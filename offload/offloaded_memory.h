@@ -28,7 +28,7 @@ class OffloadedMemory {
   // Throws std::invalid_argument if parameters and gradients would be on different devices.
   OffloadedMemory(const OffloadOptions& options, const Communicator& world);
 
-  // Sets the units that are not offloaded. By default, all units are.
+  // Sets the units that stay on the device. Without this call, all units are offloaded.
   void keep_on_device(std::vector<bool> units) { kept_on_device_ = std::move(units); }
   bool is_kept_on_device(size_t unit) const { return unit < kept_on_device_.size() && kept_on_device_[unit]; }
 

@@ -19,8 +19,8 @@ using namespace internal;
 
 static constexpr size_t kMaxLeaving = 2;
 
-// Frees the device memory of a copy. The current stream must already wait for the copy. Records the current stream as a
-// user, because another stream may have allocated the memory.
+// Frees a copy's memory on the device `home`. The current stream must already be ordered after the copy. Records this
+// stream as a user, because another stream may have allocated the memory.
 static void free_on_device(at::Tensor& device, at::Device home) {
   if (device.defined() && !home.is_cpu()) device.record_stream(current_stream(home));
   device.reset();
@@ -58,7 +58,7 @@ class ActivationOffload::Pipeline : public std::enable_shared_from_this<Pipeline
 struct ActivationOffload::Pipeline::Kept {
   std::vector<int64_t> sizes, strides;
   at::Tensor host;    // flat; the values in host memory
-  at::Tensor device;  // flat; defined until the copy to the host has completed, and again from the fetch on
+  at::Tensor device;  // flat; undefined between the end of the copy to the host and the start of the fetch
   at::Device home = at::kCPU;
   Copy copy;
   bool is_leaving = true;

@@ -43,7 +43,7 @@ std::vector<at::Device> devices_of(const Tensors& tensors) {
   return devices;
 }
 
-// Also returns all accelerators that this process has used, because the function may draw random numbers on them.
+// Like devices_of(), plus all accelerators that this process has used: the function may draw random numbers there.
 std::vector<at::Device> devices_in_use(const Tensors& tensors) {
   std::vector<at::Device> devices = devices_of(tensors);
   if (!at::globalContext().hasCUDA()) return devices;
@@ -212,8 +212,8 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     context->save_for_backward(std::move(saved));
   }
 
-  // Adds the gradients of `roots` to the inputs and to all other leaves. In torch::autograd::grad(), adds them only to
-  // the inputs that need a gradient. Throws in a backward with `inputs`, which cannot reach parameters of the function.
+  // Adds the gradients of `roots` to all leaves, or in torch::autograd::grad() only to the `inputs` that need one.
+  // Throws in a backward() restricted to inputs, because it would skip parameters of the function.
   static void add_gradients(AutogradContext* context, const Tensors& roots, const Tensors& seeds,
                             const Tensors& inputs) {
     if (roots.empty()) return;

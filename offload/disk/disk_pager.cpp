@@ -82,8 +82,8 @@ at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::S
   return tensor;
 }
 
-// Frees entries whose tensors have been released. Scans all entries, so it waits until new tensors have taken 1/16 of
-// the file. Then the cost of making n tensors is proportional to n.
+// Frees entries whose tensors have been released. A scan visits all entries, so it runs only if new tensors have taken
+// 1/16 of the file. Then the cost of making n tensors is proportional to n.
 void DiskPager::reclaim(int64_t needed_bytes) {
   made_bytes_ += needed_bytes;
   if (made_bytes_ < space_.claimed_bytes() / 16) return;

@@ -38,8 +38,8 @@ struct DiskPagerOptions {
 // If memory is short, evicts the least recently used tensors; those that have changed are written back asynchronously.
 // Predicts the next tensors from the previous order of loads, and reads them ahead. Operators may read and write the
 // tensors like ordinary tensors. Code that uses pointers must hold() a tensor first. All data are in one unnamed file
-// (DiskSpace). Reuses the space of released tensors before new tensors have taken more than 1/16 of the file. A dry run
-// has no file and moves no data.
+// (DiskSpace). Frees the space of released tensors whenever new tensors have taken 1/16 of the file. A dry run has no
+// file and moves no data.
 //
 // Is thread-safe. If a tensor outlives the pager, operators on it throw std::logic_error.
 class DiskPager : public Pager {
@@ -75,7 +75,7 @@ class DiskPager : public Pager {
     at::Tensor values_;
   };
   // Blocks until the data are in memory. `writes`: the caller may write until the hold ends. Throws std::runtime_error
-  // if all buffers are held, or if the disk fails.
+  // if other tensors in use leave no room, or if the disk fails.
   Hold hold(const at::Tensor& tensor, bool writes);
 
   // Returns new memory of `bytes` bytes (above 0), mapped from a new unnamed file in the directory, so that the system

@@ -18,8 +18,8 @@ struct SimulatedLink {
   std::function<void(CopyDirection direction, int64_t bytes)> before_copy;
 };
 
-// While an object of this class exists, each CopyEngine made by this thread (for example in a wrapper's constructor)
-// uses the link for its whole lifetime. Making an engine for a device other than the CPU throws std::invalid_argument.
+// Within the scope, each CopyEngine that this thread makes (for example in a wrapper's constructor) uses the link, also
+// after the scope ends. Making an engine for a device other than the CPU throws std::invalid_argument.
 class SimulatedLinkScope {
  public:
   explicit SimulatedLinkScope(SimulatedLink link);
