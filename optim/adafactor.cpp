@@ -107,8 +107,8 @@ void Adafactor::sum_over_ranks(at::Tensor& sums, const char* what) const {
   if (parts().are_cut()) sums = reduce_to_host(*parts().comm(), sums, ReduceOp::kSum, what);
 }
 
-// Sums the squares of gradients by row and column, and the squares of parameters, over all ranks in one all-reduce.
-// Then updates the states with the mean squares.
+// Sums squares over all ranks in one all-reduce: of gradients by row and column, and of parameters. Updates the states
+// with the gradients' mean squares, and appends the sum of each parameter to `parameter_squares`.
 void Adafactor::average_squares(std::vector<Work>& all, std::vector<double>& parameter_squares) const {
   int64_t numel = static_cast<int64_t>(all.size());
   for (const Work& work : all)

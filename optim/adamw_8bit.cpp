@@ -95,7 +95,7 @@ void AdamW8bitParamState::lay_out_as(const at::Tensor& parameter) {
   const at::IntArrayRef strides = parameter.strides();
   for (at::Tensor* average : {&exp_avg(), &exp_avg_sq()})
     if (average->defined()) *average = in_strides(*average, strides);
-  // A rank's part of a cut parameter is 1-D, so its memory order cannot change.
+  // A shard of a parameter is 1-D, so its memory order cannot change.
   if (!exp_avg_8bit().defined() || exp_avg_8bit().strides() == strides || parameter.dim() < 2 ||
       !parameter.is_non_overlapping_and_dense())
     return;
@@ -207,8 +207,8 @@ AdamW8bit::Work AdamW8bit::work_of(const at::Tensor& parameter, const AdamW8bitO
   return work;
 }
 
-// For each block that is split between ranks, returns the maximum of its scales over the ranks. Blocks of fp32 states
-// contribute zeros, because a rank without elements of a parameter may not know whether its state is quantized.
+// For each block that is split between ranks, returns the maximum of its scales over the ranks. Includes blocks of fp32
+// states, as zeros: a rank without elements of a parameter may not know whether the parameter's state is quantized.
 AdamW8bit::SharedScales AdamW8bit::shared_scales(const std::vector<Work>& all) const {
   if (!parts().are_cut()) return {};
   std::set<std::pair<size_t, int64_t>> shared;

@@ -22,8 +22,8 @@ namespace {
 // Where possible, replicas split parameters at multiples of this number of elements: 64 bytes of fp32.
 constexpr int64_t kAlignmentNumel = 16;
 
-// Copies new values of the module's parameters into the shards. torch::load() may have replaced the parameters' data.
-// FullyShardedDataParallel::named_shards() then copies the new data into the shards.
+// If torch::load() has replaced the data of the module's parameters, copies the new data into the shards.
+// FullyShardedDataParallel::named_shards() does this before it returns.
 void take_new_values(const ModelShards& model) { static_cast<void>(model.named_shards()); }
 
 }  // namespace
@@ -80,7 +80,7 @@ Ema::Ema(ModelShards& model, EmaOptions options)
   else if (count > 1)
     replicas_ = comm()->split_by([=](int rank) { return rank % ranks_per_copy; });
 
-  // Concatenates the parts of all parameters, and cuts them evenly among the replicas.
+  // Treats the parts of all parameters as one sequence of elements, and assigns an equal range of it to each replica.
   auto cut = [&](int rank) { return rank == count ? total : total * rank / count / kAlignmentNumel * kAlignmentNumel; };
   int64_t offset = 0;
   for (Average& average : averages_) {

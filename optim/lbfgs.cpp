@@ -66,7 +66,7 @@ struct Lbfgs::Run {
     for (const at::Tensor& parameter : parameters) sum += parameter.numel();
     return sum;
   }
-  // Copies parameters one by one, so that at most one parameter on disk is in memory.
+  // Concatenates part(p) of each parameter p, or zeros if undefined. Copies one by one: loads one from disk at a time.
   at::Tensor joined(const std::function<at::Tensor(const at::Tensor&)>& part) const {
     at::Tensor whole = at::zeros({numel()}, of_vectors);
     int64_t offset = 0;
@@ -249,7 +249,7 @@ struct Lbfgs::Run {
     bool is_flat(const Point& p) const { return std::abs(p.slope) <= -0.9 * start.slope; }
   };
 
-  // Two points. Between them is a solution: a point that meets the conditions. If `is_met`, ends[low()] is a solution.
+  // Two points with a solution between them: a point that meets the conditions. If `is_met`, ends[low()] is a solution.
   struct Bracket {
     std::array<Point, 2> ends;
     bool is_met = false;
@@ -350,8 +350,8 @@ struct Lbfgs::Run {
     }
     return numbers;
   }
-  // Sets `numbers` and `count` to those of the rank whose parameters have the most iterations, because this rank may
-  // own only frozen parameters or none.
+  // Sets `numbers` and `count` to those of the rank whose parameters have the most iterations. This rank may own no
+  // parameter with a state: only frozen parameters, or none.
   void agree(LbfgsParamState& numbers, size_t& count) const {
     std::vector<double> none, longest{static_cast<double>(numbers.n_iter)};
     exchange(none, longest, nullptr);

@@ -65,7 +65,7 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
   return loss;
 }
 
-// Computes the average from y = beta1 * average + (1 - beta1) * z.
+// Computes the averages from the invariant y = beta1 * average + (1 - beta1) * z.
 ScopeExit ScheduleFreeAdamW::swap_in_averages() {
   if (is_swapped_in_) throw std::logic_error("ScheduleFreeAdamW::swap_in_averages() while the averages are swapped in");
   at::NoGradGuard no_grad;
@@ -83,7 +83,7 @@ ScopeExit ScheduleFreeAdamW::swap_in_averages() {
   for (const auto& group : param_groups()) {
     for (const at::Tensor& y : group.params()) {
       const auto found = state().find(y.unsafeGetTensorImpl());
-      // Counts a write to a parameter without elements on this rank, because other ranks write to its unit.
+      // If this rank has no element of the parameter, only counts a write, because ranks compare their counts.
       if (found == state().end() || note_write_if_empty(y)) continue;
       const at::Tensor& z = static_cast<ScheduleFreeParamState&>(*found->second).z();
       y.lerp_(z.to(y.device()), 1 - 1 / options_of(group).beta1());

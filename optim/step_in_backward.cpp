@@ -155,7 +155,7 @@ void StepInBackward::step_on_host(const std::vector<at::Tensor>& parameters) {
     host_steps_.elements += elements_of(on_host);
     host_steps_.seconds += seconds_since(began);
   };
-  if (is_without_data()) {  // dry_run() sees its own thread only
+  if (is_without_data()) {  // dry_run() observes only its own thread, not the worker
     const MemoryKindScope kind(MemoryKind::kOptimizer);
     return step();
   }
@@ -176,8 +176,8 @@ void StepInBackward::speculate(const std::vector<at::Tensor>& parameters) {
   step_on_host(parameters);
 }
 
-// Returns the parameters that have a gradient which did not arrive in this backward: optimizer.step() would step them,
-// too. If no gradient arrived, returns none, because no backward has reduced gradients.
+// Clears `arrived_`. Returns the parameters whose gradient did not arrive in this backward, because optimizer.step()
+// would also step them. If no gradient arrived, returns none, because no backward has reduced gradients.
 std::vector<at::Tensor> StepInBackward::take_others() {
   const auto arrived = std::exchange(arrived_, {});
   if (arrived.empty()) return {};
@@ -199,7 +199,7 @@ void StepInBackward::wait_for_steps() {
   if (failure) std::rethrow_exception(failure);
 }
 
-// Called after wait_for_steps(), so the worker is idle.
+// Sets `suggested_device_fraction_`. Must be called after wait_for_steps(), because the worker writes `host_steps_`.
 void StepInBackward::suggest_fraction(double waited_s, const std::vector<at::Tensor>& on_device) {
   const auto [elements, seconds] = std::exchange(host_steps_, {});
   const double waited_for = seconds > 0 ? static_cast<double>(elements) * std::min(1.0, waited_s / seconds) : 0;

@@ -146,7 +146,7 @@ void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<
       begin<torch::optim::AdamWParamState>(optimizer, update, placement);
     else
       begin<torch::optim::AdamParamState>(optimizer, update, placement);
-    // A parameter without elements on this rank may lack a gradient.
+    // A parameter without elements on this rank needs no gradient: note_write_if_empty() takes the place of its update.
     if (update.parameter.numel() > 0) update.gradient = laid_out_as(update.parameter.grad(), update.parameter);
     take(std::move(update));
   }

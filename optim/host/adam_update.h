@@ -28,19 +28,18 @@ struct AdamUpdate {
 
 struct AdamPlacement {
   const char* name;  // for errors, e.g. "a fused optimizer"
-  // Returns the end of an error text, after the parameter's shape, if it cannot be stepped; otherwise "".
+  // If the parameter cannot be stepped, returns the reason, to follow its shape in an error text. Otherwise returns "".
   std::string (*problem)(const at::Tensor& parameter);
   // `zeros` returns a new state tensor. `placed` returns `state`, or a copy of it if its memory or layout is wrong.
   at::Tensor (*zeros)(const at::Tensor& parameter);
   at::Tensor (*placed)(const at::Tensor& state, const at::Tensor& parameter);
 };
 
-// Returns the parameters that the groups list twice, such as a tied weight from its module's parameters(). Usually
-// empty.
+// Returns the parameters that the groups list twice, such as a tied weight from its module's parameters().
 std::vector<const c10::TensorImpl*> parameters_listed_twice(const torch::optim::Optimizer& optimizer);
 
-// Calls take(update) for each parameter that has a gradient (only those in `chosen`, unless null), in the order of the
-// groups. Creates missing states, and increments step counts. Calls run() after the last update, and before
+// Calls take(update) for each parameter that has a gradient, in the order of the groups. If `chosen` is not null, skips
+// other parameters. Creates missing states, and increments step counts. Calls run() after the last update, and before
 // each update of a parameter that is listed twice, because a call of a fused operator may step a parameter only once.
 // If the optimizer lacks a parameter of `chosen`, throws std::invalid_argument and changes nothing. Also throws if a
 // parameter is not dense, is not of floating-point type, has a sparse gradient, or has a placement.problem(). The text

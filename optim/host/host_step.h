@@ -24,9 +24,9 @@ struct HostStepOptions {
 
 // Runs an optimizer's step in host memory, for parameters that stay on their device. Each parameter has a host copy,
 // and a second optimizer of the same class steps these copies. Each step first updates the copies of parameters that
-// changed since the last step. On a device, writes through .data() do not raise the version. To detect them, sums of
-// the values after a step are compared with sums before the next step. The second optimizer holds the states only
-// during a step. Between steps, the first optimizer holds them, for state dictionaries and checkpoints.
+// changed since the last step. Version counters do not reveal writes through .data(). For parameters on a device, sums
+// of the values after a step are therefore compared with sums before the next step. The second optimizer holds the
+// states only during a step. Between steps, the first optimizer holds them, for state dictionaries and checkpoints.
 class HostStep {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -75,8 +75,8 @@ class HostStep {
   PinnedPool pool_;
   const std::unique_ptr<CopyEngine> engine_;
   std::vector<HostCopy> host_copies_;
-  // On a device: for each entry of a step's work, whether a write has bypassed the version. A kBool tensor on the host,
-  // valid after the step's first gradient has arrived.
+  // For parameters on a device: one flag for each parameter of a step, set if value_sums() differ from those after the
+  // last step. A kBool tensor on the host, valid after the step's first gradient has arrived.
   at::Tensor written_;
   std::unique_ptr<torch::optim::Optimizer> host_optimizer_;
 };

@@ -124,7 +124,7 @@ at::Tensor QuantizedWeight::linear(const at::Tensor& input, const at::Tensor& bi
   if (format_ == WeightFormat::kFull) {
     result = at::linear(input, bytes_, bias);
   } else {
-    // Decodes outside of FrozenLinear, so that wrappers register the parameter's use in forward.
+    // Decodes outside FrozenLinear, whose no-grad mode makes wrappers see an evaluation.
     const at::Tensor values = base(input.scalar_type());
     result = c10::GradMode::is_enabled() && input.requires_grad()
                  ? FrozenLinear::apply(input, values, shared_from_this())

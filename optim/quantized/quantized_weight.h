@@ -34,8 +34,8 @@ class QuantizedWeight : public StandIn, public std::enable_shared_from_this<Quan
   bool has_adapter() const { return a_.defined(); }
   bool is_merged() const { return merged_.defined(); }
 
-  // Return the weight, [rows, columns] in its dtype, with or without the adapter. The first function uses this object's
-  // tensors. The second function uses tensors of a state dictionary.
+  // Return the weight, [rows, columns] in its dtype, with or without the adapter. The first overload reads this
+  // object's tensors. The second overload reads its arguments: the same tensors from a state dictionary.
   at::Tensor values(bool with_adapter) const { return values(bytes_, a_, b_, with_adapter); }
   at::Tensor values(const at::Tensor& bytes, const at::Tensor& a, const at::Tensor& b, bool with_adapter) const;
   void merge();
@@ -61,7 +61,7 @@ class QuantizedWeight : public StandIn, public std::enable_shared_from_this<Quan
   const at::ScalarType dtype_;
   at::Tensor bytes_;   // the registered parameter
   at::Tensor a_, b_;   // adapter: [rank, columns] and [rows, rank]
-  at::Tensor merged_;  // merged values; undefined if not merged
+  at::Tensor merged_;  // weight and adapter in one, from merge(); undefined if not merged
 };
 
 }  // namespace tessera::internal

@@ -76,7 +76,7 @@ struct Nf4Layout {
   }
 };
 
-// Returns the rows divided by their largest absolute values. Stores these values in `scales`, [rows]. Keeps zero rows.
+// Returns the rows divided by their largest absolute values, [rows], which it stores in `scales`. Zero rows stay zero.
 at::Tensor scaled_rows(const at::Tensor& rows, const at::Tensor& scales) {
   scales.copy_(rows.abs().amax(1));
   return rows / at::where(scales > 0, scales, 1.0).unsqueeze(1);
@@ -113,7 +113,7 @@ at::Tensor decoded_scales(const Nf4Layout& layout, const at::Tensor& bytes) {
       .narrow(0, 0, layout.blocks);
 }
 
-// Returns the decoded elements, [numel] fp32. The high bits of a byte contain its first element.
+// Returns the decoded elements, [numel] fp32. Each byte of `codes` holds two elements, the first in its high bits.
 at::Tensor decoded_codes(const at::Tensor& codes, const at::Tensor& scales, int64_t numel) {
   if (!codes.is_cpu()) {
     const at::Tensor both = at::stack({codes.bitwise_right_shift(4), codes.bitwise_and(15)}, 1).view({-1});

@@ -18,11 +18,11 @@ int64_t encoded_bytes(WeightFormat format, int64_t numel);
 at::Tensor encoded(WeightFormat format, const at::Tensor& weight);
 
 // Encodes a deferred weight. The result is also deferred. If deferred() recorded the weight, must be called inside the
-// same deferred(). If the weight has a reader, a rank that needs a part of the bytes reads the whole weight.
-// Materializing the result throws like encoded(), for infinite or NaN elements.
+// same deferred(). If the weight has a reader (reader_of()), a rank that needs a part of the bytes reads and encodes
+// the whole weight. Materializing the result throws std::invalid_argument for infinite or NaN elements.
 at::Tensor encoded_later(WeightFormat format, const at::Tensor& weight);
 
-// Decodes `bytes`, [encoded_bytes()] uint8, to [numel] of `dtype` on its device. Rounds once. Bit-equal on all devices.
+// Decodes `bytes`, [encoded_bytes()] uint8, to [numel] of `dtype`. Rounds each element once. Bit-equal on all devices.
 at::Tensor decoded(WeightFormat format, const at::Tensor& bytes, int64_t numel, at::ScalarType dtype);
 
 }  // namespace tessera::internal
