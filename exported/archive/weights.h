@@ -43,7 +43,7 @@ struct WeightSource {
 };
 
 // Returns a source that reads from the archive. The tensor must have values and no holes. If `is_checked`, the read of
-// the first element also verifies the storage's checksum, so that only one of several ranks verifies the checksum.
+// the first element also verifies the storage's checksum. If each rank reads its own part, only one rank verifies it.
 WeightSource read_from(const std::shared_ptr<ArchiveFile>& file, const ExportedTensor& tensor, bool is_checked,
                        std::shared_ptr<std::atomic<int64_t>> bytes_read);
 

@@ -350,7 +350,7 @@ struct Compiler::CallReader {
   GraphStep::Call call;
   std::shared_ptr<Graph> last_graph;
 
-  // Reads the next graph, and returns its number of results. take_operands() returns the total number of operands read.
+  // Reads the next graph, and returns its number of results.
   size_t take_graph() { return take_graph(arguments.next_graph(), {}); }
   size_t take_graph(const json& graph, const StateNames& state) {
     last_graph = compiler.compile_graph(graph, state, false);
@@ -450,7 +450,7 @@ AutocastStep::Mode Compiler::autocast_mode(HigherOrderArguments& arguments) cons
   return mode;
 }
 
-// Makes a checkpointed graph read its state from Execution::state, since CheckpointStep saves and detaches its inputs.
+// Makes a checkpointed graph read its state from Execution::state. CheckpointStep would save and detach state inputs.
 void Compiler::move_state_into(Graph& graph, std::vector<Operand>& operands, const Scope& scope) {
   std::vector<Operand> given = std::exchange(operands, {});
   std::vector<int> inputs;

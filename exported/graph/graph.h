@@ -16,7 +16,7 @@ namespace tessera::internal {
 
 constexpr int kNoSlot = -1;
 
-// The state that a forward pass reads besides its arguments. Checkpoints keep this object alive for recomputation.
+// The state that a forward pass reads besides its arguments. CheckpointStep keeps this object alive for recomputation.
 struct Execution {
   std::vector<at::Tensor> state;  // parameters, buffers and constants
   std::vector<uint8_t> training;  // one entry for each module that depends on the mode: 1 if in train(), else 0

@@ -9,8 +9,8 @@
 
 namespace tessera::internal {
 
-// A condition on a model's inputs on which Python's control flow relied during the export. The graph itself does not
-// check the condition. A guard is a Python expression over numbers, and over sizes, strides and offsets of tensors:
+// A condition on a model's inputs that decided Python's control flow during the export. The graph itself does not check
+// the condition. A guard is a Python expression over numbers, and over sizes, strides and offsets of tensors:
 //
 //   L['x'].size()[0] > L['y'].size()[0]        (L['d']['ids'].size()[1] % 4) == 0
 class Guard {

@@ -8,9 +8,9 @@
 
 namespace tessera::internal {
 
-// Returns the operator for a node's target ("torch.ops.aten.linear.default"). Throws ExportedError if no loaded
-// library has the operator, or if its namespace is neither aten nor in `namespaces`. Also throws for operators that are
-// unsafe in an untrusted archive. These open files, or could read any memory because they check neither geometry nor
+// Returns the operator for a node's target ("torch.ops.aten.linear.default"). Throws ExportedError if no loaded library
+// has the operator, or if its namespace is neither aten nor in `namespaces`. Also throws for operators that are unsafe
+// in an untrusted archive: they open files, or could read any memory because they do not check sizes, strides or
 // indices.
 c10::OperatorHandle find_operator(const std::string& target, const std::vector<std::string>& namespaces);
 
@@ -23,7 +23,7 @@ struct TrainingArgument {
 // Returns the operator's argument that depends on the mode, or nullopt if there is none.
 std::optional<TrainingArgument> training_argument(const c10::FunctionSchema& schema);
 
-// Returns whether the operator is the batch norm of models decomposed in eval(). This batch norm has no training mode.
+// Returns whether the operator is a batch norm without a training mode, as in models decomposed in eval().
 bool evaluates_for_good(const c10::FunctionSchema& schema);
 
 }  // namespace tessera::internal

@@ -51,7 +51,7 @@ class OperatorStep : public Step {
   std::optional<size_t> only_in_training_;
 };
 
-// Python arithmetic on numbers derived from shapes.
+// A node that computes with numbers derived from shapes, by Python's arithmetic.
 class NumberStep : public Step {
  public:
   using Function = c10::IValue (*)(const std::vector<c10::IValue>& arguments);

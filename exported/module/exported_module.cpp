@@ -342,7 +342,7 @@ class ProgramBuilder {
 
   // ---- values
 
-  // Groups the names of each tensor: tied tensors have several. Maps the lowest index in a group to all of its indices.
+  // Groups the state by tensor: tied names form one group. Maps the lowest index in a group to all of its indices.
   std::map<size_t, std::vector<size_t>> find_ties() const {
     using Memory = std::tuple<std::string, at::ScalarType, int64_t, std::vector<int64_t>, std::vector<int64_t>>;
     std::map<Memory, size_t> first;
@@ -428,7 +428,7 @@ class ProgramBuilder {
     return values;
   }
 
-  // Returns the tensor with its values, or an undefined tensor if it has none. Makes strides with holes row-major.
+  // Returns the tensor with its values; undefined if it has none. If its strides leave holes, makes `tensor` row-major.
   at::Tensor tensor_with_values(ExportedTensor& tensor, const std::vector<size_t>& names, at::ScalarType dtype,
                                 Kind kind) {
     const OrdinaryScope ordinary;

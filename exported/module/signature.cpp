@@ -44,7 +44,7 @@ std::string constant_text(const ExportedValue& value) {
 }
 
 // Returns whether the dtype of an input is acceptable. Floating-point and complex types may differ in width from the
-// export, for mixed precision. Integer types must match: indexing by bytes is masking, and shorter types may overflow.
+// export, for mixed precision. Integer types must match: a uint8 index is a mask, and shorter types may overflow.
 bool may_stand_for(at::ScalarType given, at::ScalarType exported) {
   return given == exported || (at::isFloatingType(given) && at::isFloatingType(exported)) ||
          (at::isComplexType(given) && at::isComplexType(exported));
