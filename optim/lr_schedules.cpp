@@ -62,7 +62,7 @@ std::vector<double> LambdaLR::get_lrs() { return rates_of(int64_t{step_count_} +
 
 std::vector<double> LambdaLR::rates_of(int64_t step) {
   const std::vector<double> current = get_current_lrs();
-  for (size_t i = peaks_.size(); i < current.size(); ++i) peaks_.push_back(current[i]);  // peaks of new groups
+  for (size_t i = peaks_.size(); i < current.size(); ++i) peaks_.push_back(current[i]);  // for new groups
   const double factor = factor_(step);
   std::vector<double> rates(current.size());
   for (size_t i = 0; i < rates.size(); ++i) rates[i] = peaks_[i] * factor;

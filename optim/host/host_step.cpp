@@ -226,7 +226,7 @@ void HostStep::step(torch::optim::Optimizer& optimizer) {
   rebuild(optimizer);
   std::vector<HostCopy*> work;
   for (HostCopy& copy : host_copies_) {
-    // A failed step may have left a gradient, and a copy in flight.
+    // If the last step failed, the host copy may still have a gradient, and the gradient's copy may be in flight.
     copy.arriving.wait_on_host();
     copy.arriving = {};
     copy.host.mutable_grad().reset();

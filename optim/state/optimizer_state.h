@@ -29,10 +29,10 @@ at::ScalarType dtype_of_averages(const std::string& kind, at::ScalarType dtype);
 // Returns the shape of a state tensor for a parameter of `sizes`.
 std::vector<int64_t> state_sizes(const std::string& name, const std::vector<int64_t>& sizes);
 
-// Returns the shard of a state tensor for a shard of the parameter: `parameter` for kElements, otherwise a shard with
-// an empty `tensor`. If a shard boundary cuts a block, both shards hold the block's value, such as a scale.
+// Returns the part of the state tensor `name` for the shard `parameter`: for kElements, `parameter` itself; otherwise a
+// shard with an empty `tensor`. If a shard boundary cuts a block, both shards hold the block's value.
 NamedShard state_shard(const std::string& name, const NamedShard& parameter, const Communicator& comm);
-// Returns the range of a state tensor that this shard saves. The shard with a block's first element saves the block.
+// Returns the range of the state tensor `name` that `parameter` saves. The shard with a block's first element saves it.
 Range saved_part(const std::string& name, const NamedShard& parameter);
 
 // The functions below support the options and states of torch's Adam, AdamW, SGD, RMSprop and Adagrad, and of Tessera's
@@ -50,8 +50,8 @@ ParameterState read_state(const torch::optim::OptimizerParamState& state, const 
 // std::invalid_argument with the names that the state has.
 std::unique_ptr<torch::optim::OptimizerParamState> make_state(const std::string& kind, const ParameterState& values);
 
-// Adds, as zeros, the tensors that `options` require and that a state of torch's Adam, AdamW or RMSprop lacks because
-// other options created it. A no-op for other states.
+// If a state of torch's Adam, AdamW or RMSprop lacks tensors that `options` require, adds them as zeros. This happens
+// if the options were changed after the state was created. A no-op for other states.
 void complete_state(torch::optim::OptimizerParamState& state, const torch::optim::OptimizerOptions& options);
 
 OptionList read_options(const torch::optim::OptimizerOptions& options);
