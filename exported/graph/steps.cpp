@@ -136,7 +136,7 @@ void CheckpointStep::run(Frame& frame) const {
     tensors.push_back(std::exchange(inputs[i], c10::IValue()).toTensor());
     places.push_back(i);
   }
-  // Keeps the outputs of the first run, because run_checkpointed() returns only the tensors among them.
+  // Keeps all outputs of the first run, because run_checkpointed() returns only those that are tensors.
   auto outputs = std::make_shared<std::vector<c10::IValue>>();
   auto compute = [graph = graph(), execution = frame.execution, others = std::move(inputs), places,
                   weak = std::weak_ptr(outputs)](const std::vector<at::Tensor>& given) {

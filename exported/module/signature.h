@@ -33,8 +33,8 @@ class InputSignature {
   // became a constant of the graph must have the same value as in the export.
   std::vector<c10::IValue> bind(const ExportedInputs& inputs, at::Device device) const;
 
-  // Returns a text with the inputs of a bound call whose dtype differs from the export, for the error of an operator:
-  // "input 'x' is Double, exported as Float".
+  // Returns a text that lists the inputs whose dtype differs from the export, to add to an operator's error: "input 'x'
+  // is Double, exported as Float". `inputs` must have passed bind().
   std::string other_dtypes(const ExportedInputs& inputs) const;
 
   // Returns the names of forward's parameters, in order.
