@@ -46,7 +46,7 @@ struct Segment {
 // Splits `held`, a range of a tensor's elements in memory order, into segments. Throws if memory_order() throws.
 std::vector<Segment> segments_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, Range held);
 
-// Consecutive elements of a row-major source array, to be copied to a target in which they are `target_step` apart.
+// A copy of `numel` elements: from index `source` + i of one array to index `target` + i * `target_step` of another.
 struct Run {
   int64_t source = 0;
   int64_t target = 0;

@@ -15,8 +15,8 @@ using nlohmann::json;
 
 namespace {
 
-// Builds a JSON value from the parser's events. Replaces nlohmann's callback parser, which scans all earlier members at
-// the end of each member. So that parser's cost is quadratic in the number of members.
+// Builds a JSON value from the parser's events. Used instead of nlohmann's callback parser, whose cost is quadratic in
+// the number of members: at the end of each member, that parser scans all earlier members.
 class TreeBuilder : public nlohmann::json_sax<json> {
  public:
   TreeBuilder(const std::string& where, int max_depth, const MemberVisitor* visit = nullptr)
@@ -47,7 +47,7 @@ class TreeBuilder : public nlohmann::json_sax<json> {
   }
 
  private:
-  // Adds a value to the innermost open value. Only that value grows, so pointers to all open values stay valid.
+  // Adds a value to the innermost unfinished object or array. Only that one grows, so the pointers in open_ stay valid.
   json& place(json value) {
     if (std::ssize(open_) > max_depth_)
       throw CheckpointError(where_ + ": JSON nested deeper than " + std::to_string(max_depth_) + " levels");

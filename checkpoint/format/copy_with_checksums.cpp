@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kStepBytes = 4096;  // bytes that are hashed, and then copied from the L1 cache
 
-// Copies by non-temporal stores if the CPU has them, which do not read the target from memory first.
+// Copies with non-temporal stores if the CPU has them. Such stores do not first read the target from memory.
 void stream(char* to, const char* from, int64_t bytes) {
   int64_t begin = 0;
 #ifdef __SSE2__

@@ -95,7 +95,7 @@ std::string first_line(const fs::path& path) {
 
 void rename_entry(const fs::path& from, const fs::path& to, bool replace) {
   int result = ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), replace ? 0 : RENAME_NOREPLACE);
-  // If the file system lacks RENAME_NOREPLACE, uses rename(), which fails if the target is a non-empty directory.
+  // If the file system lacks RENAME_NOREPLACE, uses rename(). It replaces a file, but not a non-empty directory.
   if (result != 0 && !replace && (errno == EINVAL || errno == ENOSYS)) result = ::rename(from.c_str(), to.c_str());
   if (result != 0) fail_at(to, "renaming " + from.string() + " to it");
 }

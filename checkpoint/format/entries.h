@@ -12,7 +12,7 @@ namespace tessera::internal {
 
 // File and directory functions for checkpoints. On failure, they throw CheckpointError with the path and the reason.
 
-// Returns the storage of a path. Each scheme has one instance, which is never destroyed.
+// Returns the storage for the scheme of `path`. Each scheme has one Storage object, which is never destroyed.
 const Storage& storage_of(const std::filesystem::path& path);
 // Opens an existing file on any storage. Throws for a symbolic link.
 inline std::unique_ptr<InputFile> open_file(const std::filesystem::path& path) { return storage_of(path).open(path); }

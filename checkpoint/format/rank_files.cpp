@@ -26,7 +26,7 @@ size_t seal_position(const std::string& header) {
   return found + sizeof kSeal - 1;
 }
 
-// Returns the header's checksum after zeros have replaced the digits of the header's own checksum at `position`.
+// Returns the header's checksum, computed with zeros in the place of the stored checksum's digits at `position`.
 std::string seal_of(std::string header, size_t position) {
   header.replace(position, kSealDigits, kUnsealed);
   return to_hex(checksum(header));
@@ -49,7 +49,7 @@ struct HeldBox {
   Box box;
 };
 
-// Adds file `number` of a rank, and its slices with these boxes, to `all`. Reads their positions from the file.
+// Adds file `number` of a rank, and its slices with these boxes, to `all`. Reads the slices' positions from the file.
 void list_file(const SavedTensors& saved, int64_t rank, size_t number, const std::vector<HeldBox>& boxes,
                SavedTensors& all) {
   const auto file = open_file(saved.directory / rank_file_name(rank, number));

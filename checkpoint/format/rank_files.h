@@ -64,7 +64,7 @@ struct RankFileFields {
   GeneratorStates rng;
 };
 
-// Returns a rank file's header with its own checksum. Missing `checksums` become zeros and do not change the length.
+// Returns a rank file's header with its own checksum. For entries that `checksums` lacks, writes zeros of equal length.
 std::string format_rank_header(std::vector<SafetensorsEntry>& entries,
                                const std::map<std::string, std::string>& metadata, const RankFileFields& fields,
                                const std::map<std::string, std::vector<uint64_t>>& checksums, bool with_rng);

@@ -52,7 +52,7 @@ constexpr int64_t kMaxHeaderBytes = 100'000'000;  // equals the limit of the saf
 // that the tensors fill the rest of the file without overlaps or holes. Throws CheckpointError; `where` names the file.
 SafetensorsHeader parse_safetensors_header(std::string_view text, int64_t file_bytes, const std::string& where);
 
-// Reads the bytes before the data (length, JSON and padding). Throws CheckpointError if the length is impossible.
+// Reads the bytes before the data (length, JSON and padding). Throws CheckpointError if the stored length is invalid.
 std::string read_header_bytes(const InputFile& file);
 SafetensorsHeader read_safetensors_header(const InputFile& file);
 

@@ -58,7 +58,7 @@ struct SavedTensors {
   std::vector<SavedFile> files;
   std::map<std::string, SavedTensor> tensors;
   int64_t block_bytes = 0;  // number of bytes that one checksum covers; 0 if there are no checksums
-  // If true, the data is in rank files, whose headers contain `id`. `files` is empty, because ranks define file names.
+  // If true, the data is in rank files, whose headers contain `id`. `files` is empty: rank_file_name() gives the names.
   bool by_rank = false;
   int64_t world_size = 0;
   uint64_t id = 0;

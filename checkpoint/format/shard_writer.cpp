@@ -11,8 +11,8 @@ namespace {
 
 constexpr int64_t kWriteBytes = int64_t{8} << 20;  // approximate size of one write
 
-// Writes a slice, several whole blocks at a time. Returns the checksums of the blocks; computes them if the piece has
-// none of such blocks.
+// Writes a slice, several whole blocks at a time. Returns the blocks' checksums. Takes them from piece.checksums if
+// these are of blocks of `block_bytes`, and otherwise computes them.
 std::vector<uint64_t> write_slice(OutputFile& file, const Piece& piece, int64_t block_bytes, const Progress& progress) {
   const at::Tensor data = checked_data(piece);
   const char* from = static_cast<const char*>(data.const_data_ptr());

@@ -32,7 +32,7 @@ struct Piece {
   std::vector<int64_t> order;
   // Returns a view of the live tensor's elements in the box, on any device, with any strides. Null if no view exists.
   std::function<at::Tensor()> view = nullptr;
-  // Checksums of the blocks of data(). write_rank_files() computes them itself if their block_bytes is not its own.
+  // Checksums of the blocks of data(), if known. write_rank_files() uses them only if its blocks have the same size.
   BlockChecksums checksums = {};
 };
 int64_t bytes_of(const Piece& piece);

@@ -46,7 +46,7 @@ struct FileTensor {
 };
 using FileTensors = std::map<std::string, FileTensor>;  // by the model's name
 
-// Returns the tensors as the file stores them, without omitted ones. Sets `in_file`.
+// Returns the tensors with their names and shapes in the file, without omitted ones. Fills `in_file` for all tensors.
 std::vector<FullTensor> translate(std::vector<FullTensor> tensors, const SaveFullOptions& options,
                                   FileTensors& in_file) {
   std::vector<FullTensor> stored;
@@ -75,7 +75,7 @@ std::vector<FullTensor> translate(std::vector<FullTensor> tensors, const SaveFul
   return stored;
 }
 
-// Changes the pieces of the model's tensors to pieces of the file's.
+// Gives the model's pieces their names and boxes in the file. Removes the pieces of omitted tensors.
 std::vector<Piece> translate(std::vector<Piece> pieces, const FileTensors& in_file) {
   std::erase_if(pieces, [&](const Piece& piece) { return in_file.at(piece.name).name.empty(); });
   for (Piece& piece : pieces) {
@@ -88,7 +88,7 @@ std::vector<Piece> translate(std::vector<Piece> pieces, const FileTensors& in_fi
   return pieces;
 }
 
-// Describes each tensor in a line, for a comparison of ranks.
+// Returns one line for each tensor, which the caller compares over ranks.
 std::vector<std::string> lines_of(const FileTensors& in_file) {
   std::vector<std::string> lines;
   for (const auto& [own, stored] : in_file)
@@ -261,7 +261,7 @@ class Drafts {
  private:
   const FullLayout& layout_;
   const fs::path file_, folder_;
-  size_t named_ = 0;  // number of drafts, except the last, that have their final names
+  size_t named_ = 0;  // number of files, without the last, that publish() has given their final names
   bool is_visible_ = false;
 };
 
@@ -306,7 +306,7 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
   std::vector<LocalTensor> tensors;
   std::vector<FullTensor> stored;
   FileTensors in_file;
-  const auto plan = [&] {  // returns the tag of the files on rank 0
+  const auto plan = [&] {  // returns free_tag(file) on rank 0, and "" on other ranks
     check_file_name(file);
     tensors = local_tensors(model, in_dense_order(model.shards_to_save()), {});
     for (const auto& local : tensors)

@@ -26,7 +26,7 @@ struct StateObjects {
 // Returns the objects of `state`, which must outlive them. Throws std::invalid_argument while averages are swapped in.
 StateObjects state_objects_of(const TrainingState& state);
 
-// Returns lines that name the objects, which must be equal on all ranks.
+// Returns lines that name the objects. Callers compare the lines over ranks: the lists of objects must be equal.
 std::vector<std::string> describe_objects(const StateObjects& state);
 
 // Loads a checkpoint's state into the objects. Collective. Reads and verifies this rank's part in host memory, and

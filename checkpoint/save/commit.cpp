@@ -16,8 +16,8 @@ namespace {
 namespace fs = std::filesystem;
 
 // Returns the absolute form of a local path. If the path contains "..", resolves it through the file system, because
-// after a symbolic link ".." means the parent of the link's target. First creates missing parents, so that readers find
-// the same path.
+// after a symbolic link ".." means the parent of the link's target. First creates missing parents: without them,
+// readers could not open a path such as "missing/../name".
 fs::path where_it_leads(const fs::path& path) {
   const fs::path whole = fs::absolute(path);
   if (std::find(whole.begin(), whole.end(), "..") == whole.end()) return whole.lexically_normal();

@@ -18,7 +18,7 @@ namespace tessera::internal {
 class PartialCheckpoint {
  public:
   // Creates the folder for the ranks' files: beside a local target (with missing parents), or inside a remote target.
-  // Removes leftovers of killed saves to this target, and calls `progress` for each removed file. Throws if the target
+  // Removes leftovers of killed saves to this target, and calls `progress` after each removal. Throws if the target
   // exists and is neither empty nor a (possibly damaged) checkpoint. Also throws if a local file system cannot replace
   // the target atomically.
   static std::unique_ptr<PartialCheckpoint> begin(
@@ -50,9 +50,8 @@ class PartialCheckpoint {
 };
 
 constexpr char kDraftName[] = ".manifest";  // file of a save in flight; the first line names the saving process
-// Parts of the names of local temporary directories, which begin with a dot.
-constexpr char kSaving[] = ".saving-";  // part of the name once the directory is locked
-constexpr char kMaking[] = ".making-";  // part of the name until the directory is locked
+constexpr char kSaving[] = ".saving-";      // in the hidden name of a temporary local directory, once it is locked
+constexpr char kMaking[] = ".making-";      // in its name until it is locked
 
 // Removes three kinds of entries of a folder: complete checkpoints except the newest `keep`, checkpoints with damaged
 // manifests, and leftovers of killed saves. Skips a local checkpoint while a reader has locked it. Never removes files

@@ -11,7 +11,7 @@
 namespace tessera::internal {
 namespace {
 
-// The mutex and the map are the only global state of saves.
+// Guards the map of saves_by_group() and the set in await_removals_at_exit().
 std::mutex saves_mutex;
 using SavesByGroup = std::map<std::weak_ptr<Communicator>, GroupSaves, std::owner_less<std::weak_ptr<Communicator>>>;
 SavesByGroup& saves_by_group() {

@@ -121,7 +121,7 @@ std::string remove_hidden(const fs::path& directory, FileLock& lock, const std::
   return is_gone(directory) ? "" : (failure ? failure : error).message();
 }
 
-// Removes the superseded temporary directories whose names start with `prefix` (hidden_prefix()). Ignores failures,
+// Removes the abandoned temporary directories whose names start with `prefix` (hidden_prefix()). Ignores failures,
 // because leftovers do not disturb readers, which skip hidden directories.
 void clear_leftovers(const fs::path& folder, const std::string& prefix, const std::function<void()>& progress = [] {}) {
   std::error_code ignored;

@@ -38,7 +38,7 @@ class Heartbeat {
 
 // The result of one rank's part of a collective function. Ranks exchange outcomes as text. `error` is "" on success.
 struct Outcome {
-  // The exception types are CheckpointError, CheckpointMismatch, StorageUnavailable, OtherFailure and invalid_argument.
+  // Exception types, in order: CheckpointError, CheckpointMismatch, StorageUnavailable, OtherFailure, invalid_argument.
   enum Kind : char { kFailure = 'F', kMismatch = 'X', kUnavailable = 'U', kOther = 'O', kMisuse = 'M' };
   Kind kind = kFailure;
   std::string error;

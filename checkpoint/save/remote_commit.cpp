@@ -41,7 +41,7 @@ std::string named_folder(const fs::path& target) {
   }
 }
 
-// Removes abandoned saves. Reads drafts first, because saves write the manifest before they remove the draft.
+// Removes abandoned saves. Reads drafts before the manifest, or it could remove a save that commits in between.
 void clear_target(const fs::path& target, const std::function<void()>& progress = [] {}) {
   const Storage& storage = storage_of(target);
   std::vector<std::string> abandoned;

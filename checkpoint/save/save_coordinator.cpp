@@ -15,8 +15,8 @@ namespace tessera::internal {
 namespace {
 
 constexpr int kSmallWorld = 4;     // up to this world size, all ranks are in one subgroup
-constexpr int kMostMissed = 5;     // number of missed beats before a check for ended ranks, or before await() gives up
-constexpr double kLateBeat = 1.2;  // shorter limit, for the check after hurry() and for giving up if all ranks leave
+constexpr int kMostMissed = 5;     // missed beats after which await() looks for ended ranks; after hurry(), gives up
+constexpr double kLateBeat = 1.2;  // beats after which a hurried await() looks for them; if all ranks leave, gives up
 
 }  // namespace
 

@@ -36,8 +36,8 @@ void check_options(const SaveOptions& options) {
                                 ", expected a multiple of 16 up to 1 GiB");
 }
 
-// If the previous save failed, throws its error. Otherwise, if this save's target may exist, waits for a removal in
-// flight, which may remove the target. Uses rank 0's arguments on all ranks. Collective.
+// If the previous save failed, throws its error. Otherwise waits for a removal in flight that may still delete this
+// save's target. Rank 0's arguments decide for all ranks. Collective.
 void settle_before(Communicator& comm, const std::string& failure, const std::shared_ptr<Removal>& removal,
                    const fs::path& dir, Heartbeat& heartbeat) {
   constexpr char kFailed = 'F', kRemoves = 'R';

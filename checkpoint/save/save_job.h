@@ -86,7 +86,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   std::mutex joining_;  // serializes join(), which several threads may call
   std::thread thread_;
   std::atomic<bool> done_ = false;
-  Outcome result_;                       // valid if done_; of a background save equal on all ranks
+  Outcome result_;                       // result of a background save; valid if done_
   std::atomic<bool> delivered_ = false;  // whether the user has received the result, as a return value or exception
 };
 

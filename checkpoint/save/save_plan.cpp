@@ -89,12 +89,12 @@ void HostCopies::copy(Piece& piece, const at::Tensor& room) {
 
 void HostCopies::begin(SavePlan& plan, at::Device device, int64_t block_bytes) {
   block_bytes_ = block_bytes;
-  const NoGradNoInferenceGuard quiet;  // makes normal tensors, to which another thread and the next save can write
+  const NoGradNoInferenceGuard quiet;  // makes no inference tensors, because only inference mode can write to those
   room_ = room_for(plan.pieces, memory_, device.is_cuda());
   for (size_t i = 0; i < plan.pieces.size(); ++i) {
     Piece& piece = plan.pieces[i];
-    // [Note: no copy on write] libtorch's copy-on-write storages could delay other copies until end(). But in libtorch
-    // 2.11 to 2.15 a thread that drops a clone may lock a counter that a writing thread has just freed.
+    // [Note: no copy on write] With libtorch's copy-on-write clones, end() could copy the other pieces, too. But in
+    // libtorch 2.11 to 2.15, a thread that frees a clone may lock a counter that a writing thread has just freed.
     if (!plan.watched.empty() && is_watched(piece) && piece.view) {
       later_.push_back(i);
     } else {

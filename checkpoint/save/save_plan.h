@@ -45,8 +45,8 @@ void check_extra(const nlohmann::json& extra);
 
 // Copies a plan's pieces to host memory, which the next save reuses. begin() and end() make each piece's data() return
 // the copy. Device data is copied to pinned memory. Only end() and take_memory() block until the copies have completed.
-// The thread that copies contiguous CPU data also computes its checksums, in the same pass. So the writer, on another
-// thread, does not read the data again. Together this takes about as long as a plain copy.
+// The thread that copies contiguous CPU data also computes its checksums in the same pass, in about the time of a plain
+// copy. So the writer, on another thread, does not read the data a second time for its checksums.
 class HostCopies {
  public:
   explicit HostCopies(at::Tensor memory = {}) : memory_(std::move(memory)) {}

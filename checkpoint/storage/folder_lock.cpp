@@ -16,7 +16,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-// Returns the path of the lock's file. Throws if the name belongs to something else: to open a pipe would block.
+// Returns the path of the lock file. Throws if it exists but is not a regular file, because opening a pipe would block.
 fs::path lock_file_in(const fs::path& folder) {
   if (folder.empty()) throw std::invalid_argument("FolderLock: the path is empty, expected a local folder");
   fs::path file = fs::absolute(folder) / ".tessera.lock";
