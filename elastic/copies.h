@@ -25,7 +25,7 @@ struct CopiedFile {
     int64_t begin = 0, bytes = 0;  // position in the file, and length
   };
   std::vector<Piece> pieces;
-  // Checksums of the pieces, if another host sent them in blocks. Equal blocks of successive steps share memory.
+  // Checksums of the pieces if another host sent them, in blocks. Unchanged blocks share the previous part's memory.
   std::vector<uint64_t> sums;
   int64_t bytes = 0;
   // Appends `count` bytes at `data` without copying them; `owner` owns them.
@@ -65,9 +65,9 @@ struct HeldStep {
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(HeldStep, generation, step, world, owners)
 
-// newest_complete_step() returns the newest step for which the members together hold every part, and the holders of
-// each part. `held` is indexed by member. Returns a world of 0 if there is no such step. A step of a later generation
-// counts as newer, because the later group did not continue from the last steps of the earlier group.
+// The newest step of which the members together hold every part, and the holders of each part; `world` is 0 if there is
+// no such step. A step of a later generation counts as newer even if its number is lower, because the later group may
+// have gone back to an earlier step. In newest_complete_step(), `held` is indexed by member.
 struct CompleteStep {
   int64_t generation = -1, step = -1;
   int world = 0;
@@ -90,8 +90,8 @@ class CopyStore {
   std::vector<HeldStep> held() const;
   // Frees the parts of all earlier steps. Must not be called before this step is complete in memory on all ranks.
   void free_before(int64_t generation, int64_t step);
-  // Frees the parts of all later steps. The ranks continue from this step. Keeps earlier steps until the new group has
-  // a complete copy, because a part of this step may have only one holder left.
+  // Frees the parts of all later steps; called when the ranks go back to this step. Keeps earlier steps as a fallback
+  // (until free_before()), because a part of this step may have only one holder left.
   void free_after(int64_t generation, int64_t step);
   // Returns the bytes in use. Memory that several parts share counts once.
   int64_t bytes() const;

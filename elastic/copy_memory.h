@@ -15,7 +15,7 @@ namespace tessera::internal {
 // memory alive after the death of the process that wrote it.
 class CopyMemory {
  public:
-  // Allocates zeros. If the system has no shared memory, the memory is private. Throws std::system_error.
+  // Allocates zeroed memory: shared, or private if the system has no shared memory. Throws std::system_error.
   explicit CopyMemory(int64_t bytes);
   // Maps the memory of another process for reading. Throws std::runtime_error if this process cannot reach it.
   explicit CopyMemory(const nlohmann::json& notice);
@@ -31,7 +31,7 @@ class CopyMemory {
   char* data() { return data_; }
   const char* data() const { return data_; }
   bool contains(const char* data, int64_t bytes) const;
-  // Returns the next `bytes` bytes that are not reserved, for the caller to fill. Throws std::out_of_range.
+  // Reserves the next `bytes` bytes for the caller to fill. Throws std::out_of_range if fewer bytes are left.
   char* reserve(int64_t bytes);
   void reserve_nothing() { reserved_ = 0; }
 
@@ -45,7 +45,7 @@ class CopyMemory {
   char* data_ = nullptr;
 };
 
-// Reuses the memory of freed parts, because fresh pages cost more time than copies into them. Is thread-safe.
+// Reuses the memory of freed parts, because page faults in new memory take longer than the copy. Is thread-safe.
 class CopyMemories {
  public:
   // Returns memory of this size that no part uses. The memory may be reused after its last reference is released.

@@ -42,7 +42,7 @@ constexpr milliseconds kEntryPause{5};
 // The interval at which a rank that runs no operation of the group checks whether others have left the group.
 constexpr milliseconds kMemberCheck{500};
 
-// regroup() throws when a failure after one step has been repeated this many times without the loss of a rank.
+// regroup() throws if a failure after the same step is repeated this many times, and no rank is lost.
 constexpr int kMostFailuresAtStep = 2;
 
 std::string first_line_of(const std::string& text) { return text.substr(0, text.find('\n')); }
@@ -68,7 +68,7 @@ void require_of_group(const DistributedSampler& sampler, const Communicator& com
           " of the current group; expected a sampler made in the body for run.comm()->rank() and run.comm()->size()");
 }
 
-// An error that every rank throws. It is never the consequence of a loss, so no rank must go on after it.
+// An error that every rank throws. It is never the consequence of a lost rank, so every rank must end the run.
 class CommonError : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
@@ -170,7 +170,7 @@ ElasticState::ElasticState(ElasticOptions options, const StorePtr& store, int ra
   const bool one_host = std::ranges::all_of(hosts, [&](const auto& host) { return host == hosts[0]; });
   // If the program gives a folder, processes of other hosts may join.
   const bool stays_on_host = one_host && options_.rendezvous.empty();
-  // Containers of one machine may look like one host without sharing loopback, so loopback is the last choice.
+  // Uses loopback only without `address`: containers of one machine may look like one host, but not share loopback.
   self_.address = !address.empty() ? address : stays_on_host ? "127.0.0.1" : public_address();
   group_.generation = 0;
   group_.step = {};
@@ -327,7 +327,7 @@ std::shared_ptr<Communicator> ElasticState::make_group() {
   if (size == 1) return communicator_from(c10::make_intrusive<c10d::HashStore>(), 0, 1, options_.group);
   if (group_.generation > 0) await_members();
   // The process that serves the store also uses a client, because a group that serves its own store waits for all ranks
-  // when it ends. If a rank waits for a stopped process longer than stopped_after, the other ranks leave it out.
+  // when it ends. `patience` is at most stopped_after: other ranks leave out a rank that waits longer for the store.
   const auto patience = std::min(options_.stopped_after, options_.group.timeout);
   const auto wrapped = c10::make_intrusive<StoreClient>(
       c10::make_intrusive<GroupStore>(group_.store, group_.generation, patience), patience);
@@ -569,8 +569,8 @@ json ElasticRunState::restore(const TrainingState& state) {
         "ElasticOptions::checkpoints has no checkpoint; restart the job from one of your own, and use more copies");
   }
   if (change_ && comm_->rank() == 0) warn("no step has been copied yet; training begins again");
-  // Copies the initial values, which the next group then restores. Otherwise, an object that outlives the body would
-  // keep changed values, and a new object might get others. No rank may change objects until all ranks have copied.
+  // Copies the initial values, so that the next group restores them: objects that outlive the body may have changed by
+  // then, and new objects may be initialized differently. No rank may change objects until all ranks have copied.
   start_copy(json::object());
   end_copy();
   return json::object();
@@ -587,7 +587,7 @@ ElasticRunState::Agreed ElasticRunState::end_copy() {
     name = copy_->name();
     copy_.reset();
   }
-  // The ranks agree on the minimum of each value. Only rank 0 decides to grow: it leads a regroup without a loss.
+  // The ranks agree on the minimum of each value. Only rank 0 decides on growth: it leads a regroup without a loss.
   const bool may_grow = comm_->rank() != 0 || all_.may_grow();
   const at::Tensor own =
       at::tensor({error.empty() ? 1 : 0, may_grow ? 1 : 0}, at::TensorOptions(at::kCPU).dtype(at::kInt));

@@ -21,7 +21,7 @@
 namespace tessera::internal {
 
 // The state of this process in an elastic run, across all its groups. Only the training loop's thread may use it. The
-// server's threads use only the copies, the acceptor and the requests to join.
+// server's threads use only copies_, stores_, acceptor_ and join_requests_, which are thread-safe.
 class ElasticState {
  public:
   // Starts a run: exchanges the addresses of all ranks through the store. Is collective.
@@ -62,7 +62,7 @@ class ElasticState {
   // Makes this process a member of group_.
   void enter_group();
   void leave_run();
-  // Records the decision on a group with joined processes. Returns false on failure: this rank then admits none.
+  // If processes joined group_, records the decision on it. Returns false on failure: this rank must then admit none.
   bool record_joined();
   // On rank 0, writes the file by which other processes find the run.
   void publish(bool has_ended);

@@ -42,8 +42,8 @@ void replace(const fs::path& path, const json& content, const std::string& id) {
     throw std::runtime_error("ElasticOptions::rendezvous: cannot replace " + path.string() + ": " + error.message());
 }
 
-// Returns the content of a file; nullopt if it cannot be opened. Throws std::runtime_error if it is damaged, or not a
-// file: to open a pipe would block.
+// Returns the content of a file; nullopt if it cannot be opened. Throws std::runtime_error if the file is damaged, or
+// is not a regular file, because opening a pipe would block.
 template <class T>
 std::optional<T> read_as(const fs::path& path) {
   std::error_code ignored;
@@ -123,7 +123,7 @@ bool has_ended(const RunFile& file) try {
       return error.is_gone();
     }
   });
-} catch (const std::exception&) {  // the file is damaged, which members report
+} catch (const std::exception&) {  // for example, the file is damaged: that proves nothing, and the members report it
   return false;
 }
 
@@ -237,7 +237,7 @@ void Joiner::fail(const std::string& reason) const {
 
 std::optional<Joiner::Place> Joiner::await_place() {
   const auto began = RunClock::now();
-  const bool was_over = read_file();  // the file of a former run, if the next run is about to begin
+  const bool was_over = read_file();  // if true, the file is of a former run, and a next run may begin soon
   auto last_answer = began, last_living = began;
   for (;;) {
     if (auto place = ask()) return place;

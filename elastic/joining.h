@@ -22,11 +22,11 @@ namespace tessera::internal {
 // members repeatedly, and they note its request. In commit() the ranks agree that a process waits, complete a copy of
 // the step, and leave the group. The loss of a rank also ends a group. In both cases the members decide on the next
 // group as in [Note: how survivors decide], and the decision contains the waiting processes, which have no vote. A
-// member records the decision in the folder before it sends the decision to a joining process. So a rank that counts
-// the other ranks as proven dead finds the group that those ranks have formed with the process. If the process dies
-// after the decision, the new group has lost a member.
+// member records the decision in the folder before it sends the decision to a joining process. So a rank for which the
+// other ranks are proven dead can read there that they formed a group with the process. If the process dies after the
+// decision, the new group regroups, as after any loss.
 //
-// Sources: the rendezvous of torchrun and the lighthouse of torchft, which are servers of their own.
+// Sources: the rendezvous of torchrun and the lighthouse of torchft, which, unlike this design, need a separate server.
 
 inline constexpr char kRendezvousVariable[] = "TESSERA_ELASTIC_RENDEZVOUS";  // set by spawn_elastic()
 inline constexpr char kJoinVariable[] = "TESSERA_ELASTIC_JOIN";
@@ -93,10 +93,10 @@ class JoinRequests {
  public:
   // Makes this process a member of the group. Refuses joining processes whose options differ from `options`.
   void enter(RunFacts facts, const Decision& group, std::string options);
-  // Makes this process no member of any group: answer() then returns an empty object.
+  // Ends this process's membership in its group: answer() then returns an empty object.
   void leave();
   // Returns the answer to {"op": "join", "member": ..., "options": ...}: "refused" with the run's options if they
-  // differ, else "facts", and also "decision" if the group admits the process. Empty if this process is no member.
+  // differ, else "facts", and also "decision" if the group contains the process. Empty if this process is no member.
   nlohmann::json answer(const nlohmann::json& request);
   // Returns the processes that still ask to join, in the order of their first requests.
   std::vector<Member> waiting() const;
@@ -122,10 +122,10 @@ class Joiner {
   };
   Joiner(RunFile file, Member self, std::string options, std::chrono::milliseconds stopped_after,
          std::chrono::milliseconds timeout);
-  // Blocks until a decision contains this process. Returns nullopt if the run has ended without an error; if it had
-  // ended before the call, only after `stopped_after`, because a next run may begin. Throws std::invalid_argument if
-  // the run has other options. Throws CommError if no member has answered for the timeout, or if all members have been
-  // proven dead for `stopped_after`.
+  // Blocks until a decision contains this process. Returns nullopt if the run has ended without an error. If the run
+  // had ended before the call, first waits `stopped_after` for a next run. Throws std::invalid_argument if the run has
+  // other options. Throws CommError if no member has answered for `timeout`, or if all members have been proven dead
+  // for `stopped_after`.
   std::optional<Place> await_place();
 
  private:

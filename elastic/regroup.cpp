@@ -121,7 +121,7 @@ std::map<int, json> Regroup::request(const std::vector<int>& members, json field
           kOnThread, [&, member] { return ask_(group_.members[static_cast<size_t>(member)], fields, kPromptAnswer); });
   }
   for (const auto& [member, answer] : asked) answer.wait();
-  const auto ask_again = RunClock::now() + kSilentPause;  // equal for silent members: they are asked concurrently
+  const auto ask_again = RunClock::now() + kSilentPause;  // one time for all silent members
   std::map<int, json> answers;
   for (auto& [member, pending] : asked) {
     Seen& seen = seen_[static_cast<size_t>(member)];

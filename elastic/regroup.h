@@ -30,7 +30,7 @@ struct Decision {
   int64_t generation = 0;       // number of the new group
   std::vector<Member> members;  // indexed by rank
   Member store;                 // serves the group's store; may have left the group
-  CompleteStep step;  // the step to continue from; its world is 0 if there is none. Holders are indices in `sources`
+  CompleteStep step;  // the step to continue from; step.world is 0 if none. step.holders are indices in `sources`
   std::vector<Member> sources;  // the members that hold the step
   // world_before: size of the old group. lost: old ranks of lost members. joined: new ranks of joined processes.
   int world_before = 0;
@@ -121,7 +121,7 @@ class Regroup {
   Decision compose(const std::set<int>& agreeing);
   // Returns whether these members are a quorum. If the quorum needs proofs of death, first reads a recorded decision:
   // ended members may have formed a group with a process unknown to this rank. Throws CommError if the run's file shows
-  // that these members have continued without this rank.
+  // that the ended members had continued without this rank.
   bool may_decide(const std::set<int>& agreeing);
   // Sends a request to members and updates their states. Returns the answers of the members that answer.
   std::map<int, nlohmann::json> request(const std::vector<int>& members, nlohmann::json fields);

@@ -18,7 +18,7 @@ namespace tessera::internal {
 // Returns the memory as an ordinary tensor, even if the caller is in inference mode.
 at::Tensor tensor_of(const std::shared_ptr<CopyMemory>& memory);
 
-// The memory of frozen parameters and of buffers, which successive parts of a group share. Used by one part at a time.
+// The memory of frozen parameters and buffers, which a group's successive parts share. For one PartCopy at a time.
 class UnchangedPieces {
  public:
   // Moves the pieces of `frozen` parameters and of buffers out of `pieces`, and returns them with their data in
