@@ -15,7 +15,7 @@ namespace tessera::internal {
 // memory alive after the death of the process that wrote it.
 class CopyMemory {
  public:
-  // Allocates zeroed memory: shared, or private if the system has no shared memory. Throws std::system_error.
+  // Allocates zeroed memory: shared if the system has shared memory, else private. Throws std::system_error on failure.
   explicit CopyMemory(int64_t bytes);
   // Maps the memory of another process for reading. Throws std::runtime_error if this process cannot reach it.
   explicit CopyMemory(const nlohmann::json& notice);

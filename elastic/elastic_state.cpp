@@ -563,7 +563,7 @@ json ElasticRunState::restore(const TrainingState& state) {
   const at::Tensor are_lost =
       at::scalar_tensor(change_ && all_.has_had_copies() ? 1 : 0, at::device(at::kCPU).dtype(at::kInt));
   if (reduce_to_host(*comm_, are_lost, ReduceOp::kMax, "whether copies are lost").item<int>() == 1) {
-    all_.note_complete_copy();  // after this error, a process that has joined must not start from step 0
+    all_.note_complete_copy();  // so that after this error, a process that has joined does not start from step 0
     throw CheckpointError(
         "a rank and all processes with copies of its part are lost, so no step is complete in memory, and "
         "ElasticOptions::checkpoints has no checkpoint; restart the job from one of your own, and use more copies");

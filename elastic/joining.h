@@ -46,17 +46,17 @@ class RunFile {
  public:
   explicit RunFile(const std::filesystem::path& folder);
   const std::filesystem::path& path() const { return path_; }
-  // Replaces the file. `id` must be unique for each process. Throws std::runtime_error.
+  // Replaces the file. `id` must be unique for each process. Throws std::runtime_error on failure.
   void write(const RunFacts& facts, const std::string& id) const;
   // Returns the run in the file, or nullopt without a file. Throws std::runtime_error, with the path, if it is damaged.
   std::optional<RunFacts> read() const;
 
   // Records the decision on a group that a process joins. Each decision of a run has a file of its own. Throws
-  // std::runtime_error.
+  // std::runtime_error on failure.
   void record(const std::string& run_id, const Decision& decision, const std::string& id) const;
-  // Returns the recorded decision on a generation, or nullopt. Throws std::runtime_error.
+  // Returns the recorded decision on a generation, or nullopt. Throws std::runtime_error for a damaged file.
   std::optional<Decision> recorded(const std::string& run_id, int64_t generation) const;
-  // Returns whether the file names a later group of the run, or says that the run has ended. Throws std::runtime_error.
+  // Returns whether the file names a later group of the run, or says that the run has ended. Throws like read().
   bool has_later_group(const std::string& run_id, int64_t generation) const;
   // Deletes the records of a run that has ended.
   void forget(const std::string& run_id) const;

@@ -26,7 +26,7 @@ uint64_t id_of_step(const std::string& run, int64_t generation, int64_t step);
 // descriptions do not fit together.
 Manifest assemble_manifest(const std::vector<std::string>& descriptions, uint64_t id);
 
-// Sends a part to a member, except blocks that the member has already. Throws PeerError or std::runtime_error.
+// Sends a part to a member, except blocks that the member has already. Throws like PeerConnection::ask().
 void send_part(PeerConnection& to, const PartName& name, const CopiedPart& part, std::chrono::milliseconds patience);
 // Lets a member of this host map the part's memories. Returns false if the member cannot. The memories must not change
 // while the member may hold the part. Throws like send_part().

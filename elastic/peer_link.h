@@ -48,8 +48,8 @@ class PeerError : public std::runtime_error {
 // A connection to a member. Must be used by one thread.
 class PeerConnection {
  public:
-  // Connects within `patience`. Throws PeerError. If `is_cancelled` becomes true, a call in progress throws PeerError
-  // soon. `is_cancelled` must outlive the connection, or be null.
+  // Connects within `patience`, or throws PeerError. If `is_cancelled` becomes true, a call in progress throws
+  // PeerError soon. `is_cancelled` must outlive the connection, or be null.
   PeerConnection(const Member& member, std::chrono::milliseconds patience,
                  const std::atomic<bool>* is_cancelled = nullptr);
   ~PeerConnection();
@@ -78,7 +78,7 @@ class PeerServer {
   // Serves the requests of one connection, in order, on the connection's thread. An exception is sent as an error.
   using Session = std::function<PeerMessage(PeerMessage&& request)>;
 
-  // Listens at a free port of a numeric address. Calls `make_session` for each connection. Throws std::runtime_error.
+  // Listens at a free port of `address` (numeric), or throws std::runtime_error. Calls `make_session` per connection.
   PeerServer(const std::string& address, std::string id, std::function<Session()> make_session);
   // Ends all connections; blocks until the sessions have returned.
   ~PeerServer();

@@ -83,8 +83,8 @@ struct RegroupOptions {
   std::function<std::vector<Member>()> joiners = nullptr;
   // Returns the decision that a member has recorded to let a process in, or nullopt. If null, there are no records.
   std::function<std::optional<Decision>()> recorded = nullptr;
-  // Returns whether the run's file names a later group or says that the run has ended. If so, proofs of death do not
-  // count. If null, there is no file.
+  // Returns whether the run's file names a later group or says that the run has ended. If so, run() throws CommError
+  // instead of forming a quorum by proofs of death. If null, there is no file.
   std::function<bool()> has_gone_on = nullptr;
   // Returns whether this process was stopped. If so, proofs of death do not count, because the other members may have
   // continued without this process and ended. If null, this process was not stopped.
@@ -105,7 +105,7 @@ class Regroup {
           const RegroupOptions& options);
 
   // Blocks until the next group is known, at most for the timeout. If this member was stopped, the decision may leave
-  // it out. Throws CommError, which names the members that do not answer.
+  // it out. At the timeout, throws CommError, which names the members that do not answer.
   Decision run();
 
  private:
@@ -114,7 +114,7 @@ class Regroup {
     bool has_answered = false;  // whether the member has answered the last request as a member of this group
     bool has_arrived = false;
     std::vector<HeldStep> held;
-    RunClock::time_point ask_again{};  // a silent member is asked less often
+    RunClock::time_point ask_again{};  // a silent member must not be asked before this time
   };
   std::optional<nlohmann::json> propose();
   // Returns a decision for a group of the agreeing members and the processes that join.
