@@ -19,7 +19,7 @@ constexpr int64_t kPageBytes = 4096;                   // block size for reads f
 constexpr size_t kOpenFiles = 16;                      // maximum number of files kept open between reads
 constexpr int64_t kThreadedBytes = int64_t{16} << 20;  // below this size, several threads read no faster than one
 
-// Copies elements of the run from `data`, which holds the elements `read` of the slice, to the target.
+// Copies the elements of `run` that are in `data` (the elements `read` of a slice) to their places in `target`.
 void copy_run(const Run& run, const char* data, Range read, char* target, int64_t element_bytes) {
   const int64_t begin = std::max(run.source, read.begin), end = std::min(run.source + run.numel, read.end);
   const char* from = data + (begin - read.begin) * element_bytes;

@@ -29,7 +29,7 @@ class Removal {
  private:
   const pid_t process_ = ::getpid();
   std::atomic<bool> ended_ = false;
-  std::mutex mutex_;  // guards join()
+  std::mutex mutex_;  // serializes join()
   std::thread thread_;
 };
 
