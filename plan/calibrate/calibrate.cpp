@@ -165,7 +165,7 @@ class Bench {
   // Starts all-reduces late on rank 0, so that others sleep. Returns the median delay of the first rank that wakes up.
   double wake() const {
     timer_.say("how long a rank takes to wake up");
-    constexpr double kLateSeconds = 3e-3;  // above poll_time()
+    constexpr double kLateSeconds = 3e-3;  // longer than poll_time(), after which a waiting rank sleeps
     const at::Tensor one = at::zeros({1});
     std::vector<double> seconds;
     for (int i = 0; i < (options_.quick ? 20 : 100); ++i) {

@@ -11,7 +11,7 @@ namespace tessera::internal {
 
 // Options of calibrate().
 struct CalibrationOptions {
-  int ranks = 2;       // number of concurrent ranks; should equal the number in a training on this machine
+  int ranks = 2;       // number of concurrent ranks; should equal the ranks per machine of the planned training
   int threads = 1;     // number of intra-operator threads of each rank
   bool quick = false;  // measures fewer sizes, with fewer repetitions
   // Called on rank 0's thread with the name of the next measurement. May be empty.
@@ -34,8 +34,8 @@ MachineSpeed calibrate(const CalibrationOptions& options);
 
 // Measures MachineSpeed::between_hosts, and the processor time per byte in MachineSpeed::tcp. Each rank of `comm` must
 // be alone on its host. Linux charges the work on network packets to no process. So the processor time is the larger of
-// the process's own time and the slowdown of concurrent matrix products. `speed` must be a result of calibrate(). Keeps
-// the latency in rank 0's `tcp`. Returns `speed` with the two measured fields, which are equal on all ranks.
+// the process's own time and the slowdown of concurrent matrix products. `speed` must be a result of calibrate().
+// Returns `speed` with the new fields, equal on all ranks. The latency in `tcp` is not measured: it is that of rank 0.
 //
 // Collective. Takes about 10 s. Throws std::invalid_argument for a group of one rank, a speed without `tcp`, or fewer
 // than 1 thread. Throws CommError if a collective fails. Sets the process's number of intra-operator threads.

@@ -23,10 +23,10 @@ struct TimedKernel {
   double flop, bytes, seconds;
 };
 
-// Returns the speed of an operator, fitted to its timed calls. There must be at least one call, with FLOP or bytes.
+// Returns the speed of an operator, fitted to its timed calls. `kernels` must not be empty; each has FLOP or bytes.
 OperatorSpeed speed_through(const std::vector<TimedKernel>& kernels);
 
-// Returns the median, or the larger of the two middle values of an even number. There must be at least one value.
+// Returns the median; of an even count, the larger of the two middle values. `values` must not be empty.
 double median_of(std::vector<double> values);
 
 // The collectives of one training step.
@@ -35,7 +35,7 @@ using TrainedCollectives = std::vector<RecordedCollective>;
 // Trains small decoders of several sizes (fewer if `quick`) on all ranks concurrently. Times each kernel inside a step,
 // where caches are in the same state as in training. Because recording slows kernels down, fits `between_s` and a
 // correction factor to the times of unrecorded steps. If `link` is null, measures wall-clock time. Otherwise, measures
-// processor time, and subtracts that of `collectives` on the link. Collective. The results of the ranks differ.
+// processor time, less the predicted processor time of `collectives` on `link`. Collective. Results differ by rank.
 OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool quick, const LinkSpeed* link,
                                  const std::vector<TrainedCollectives>& collectives);
 

@@ -88,7 +88,7 @@ CountingCommunicator::CountingCommunicator(int rank, int size, std::shared_ptr<c
   for (int member = 1; member < size; ++member) shares_memory_ &= memory_of(member) == memory_of(0);
 }
 
-// As with the gloo backend, an operation is lazy if all ranks share memory and the tensor exceeds a shared round.
+// As with gloo: true if all ranks share memory, and the tensor is too large for one round (SharedRoundsPlan).
 bool CountingCommunicator::is_lazy(int64_t full_numel) const {
   return shares_memory_ && full_numel > SharedRoundsPlan(size()).most_numel();
 }
@@ -111,7 +111,6 @@ void CountingCommunicator::require_values(std::string_view what) const {
                               std::string(what) + "; omit that in the dry run");
 }
 
-// Computes the result as if every rank had this rank's values.
 void CountingCommunicator::fill(const Collective& collective) const {
   const auto kind = collective.kind;
   const at::Tensor &full = collective.full, &shard = collective.shard;

@@ -10,8 +10,8 @@ namespace tessera::internal {
 
 // A communicator for one rank of a simulated group of any size, without other ranks. Moves no data between ranks, and
 // records operations and waits in the thread's current Recorder. Computes results as if every rank had this rank's
-// values, because agreements between ranks need results. An all-gather repeats this rank's part for each rank, and
-// leaves the rest of a longer part unchanged. A sum is size() times the value. If a tensor of an operation is void
+// values, because the wrappers read some results. An all-gather copies this rank's part to the part of each rank. If
+// that part is longer, its rest is unchanged. A sum is size() times the value. If a tensor of an operation is void
 // (see Recorder), the results are void. traffic() counts the minimum number of bytes that a rank must send. It counts
 // each element once for each rank that needs the element, and twice in an all-reduce.
 //

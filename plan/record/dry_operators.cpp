@@ -312,7 +312,7 @@ void add_results(Touched& touched, const c10::FunctionSchema& schema, const Trai
 struct Given {
   bool any_void = false, all_cpu = true;
 };
-// Returns whether any argument is void, and whether all are on the CPU. Sets the recorder's unit and module from them.
+// Returns whether any argument is void, and whether all are on the CPU. Sets the recorder's unit and module.
 Given look_at(at::ArrayRef<c10::IValue> values, Recorder& recorder) {
   Given given;
   for_each_tensor(values, [&](const at::Tensor& tensor, size_t i) {

@@ -79,7 +79,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     int step = 0;
     bool in_backward = false;
     int64_t made_at = 0, freed_at = -1;  // indices in events_; -1 means never freed
-    int64_t operator_made = -1;          // number, from 1, of the operator that allocated the block; -1 means none
+    int64_t operator_made = -1;          // the allocating operator: 1 is the first; -1 means none
     bool is_scratch = false;
   };
   struct Event {
@@ -110,7 +110,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   bool was_in_backward_ = false;
   bool inside_operator_ = false;
   bool is_finished_ = false;
-  std::set<const void*> void_outside_;  // addresses of void memory from other allocators
+  std::set<const void*> void_outside_;  // addresses of void memory that other allocators have allocated
 };
 
 }  // namespace tessera::internal

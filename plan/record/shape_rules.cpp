@@ -134,7 +134,7 @@ Tensors attention_backward(const MetaArguments& a) {
   return results;
 }
 
-// The result of a reduced loss keeps the memory of all terms, as in libtorch's kernels.
+// A reduced loss keeps the memory of its unreduced terms, as in libtorch's kernels.
 Tensors loss(const MetaArguments& a, size_t reduction) {
   const Sizes shape = at::infer_size(tensor(a, 0).sizes(), tensor(a, 1).sizes());
   const at::Tensor each = of(shape, tensor(a, 0));

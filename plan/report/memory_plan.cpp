@@ -116,7 +116,7 @@ std::array<int64_t, 5> totals_of(const PlannedTraining& plan) {
   return {plan.peak.tensors(), plan.host_bytes, plan.copies_bytes, plan.collective_bytes, plan.between_bytes};
 }
 
-// Returns the unit of a table. The memory of a card does not count: in its unit, all values of a small model are 0.0.
+// Returns the unit of a table. Ignores the size of the GPU's memory, in whose unit a small model's values would be 0.0.
 ByteUnit unit_of(const std::vector<PlannedTraining>& plans) {
   int64_t most = 0;
   for (const PlannedTraining& plan : plans) most = std::max(most, std::ranges::max(totals_of(plan)));
@@ -184,7 +184,7 @@ int64_t copies_bytes(const RunRecord& record, const TrainingChoice& choice, int 
   const int holders = choice.stage < 3 ? ranks : choice.ranks_per_copy > 0 ? ranks / choice.ranks_per_copy : 1;
   const int64_t own_parameters = parameters / holders;
   const int64_t own_optimizer = choice.stage == 1 || choice.stage == 2 ? optimizer : optimizer / holders;
-  // Both steps share the memory of frozen parameters. AdamW's state has twice the size of the trained parameters.
+  // The copies of two steps share the memory of frozen parameters. AdamW's state is twice the trained parameters' size.
   const int64_t own_trained = std::min(own_parameters, own_optimizer / 2);
   return (1 + std::min(copies, ranks - 1)) * (2 * own_optimizer + own_parameters + own_trained);
 }

@@ -34,7 +34,7 @@ std::vector<int> group_of(const RecordedCollective& collective, int rank);
 struct CollectiveWork {
   double operations = 0, copied_bytes = 0, summed_bytes = 0;
 
-  // Returns the processor time of the work. Counts each copy once: LinkSpeed's time of a reduced byte includes a copy.
+  // Returns the processor time of the work. A summed byte takes sum_s_per_byte(), which excludes the copy of the byte.
   double seconds(const LinkSpeed& link) const;
 };
 // Returns the work of a recorded collective, which is zero for a group of one rank. Throws like flow_of().

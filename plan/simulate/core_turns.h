@@ -12,7 +12,7 @@ namespace tessera::internal {
 
 // Simulates threads that share the cores of a host, with a simplified Linux scheduler. A thread alternates between
 // bursts of work and sleep. The ready thread with the least time on cores runs next, and yields after a time slice if
-// other threads are ready. Sleep gives a thread a lead of at most one slice. Context switches take no time.
+// other threads are ready. After sleep, a thread is ahead of the others by at most a slice. Context switches are free.
 //
 // Must be used by one thread. Time is in seconds from 0.
 class CoreTurns {

@@ -162,7 +162,7 @@ class CoreSimulation {
   }
 
  private:
-  enum class Outcome : uint8_t { kDone, kBurst, kSleeps };  // kBurst: the move is done at the end of the burst
+  enum class Outcome : uint8_t { kDone, kBurst, kSleeps };  // kBurst: the move ends when the rank's burst ends
 
   // Returns the smallest world size that contains all recorded ranks, and whole rows and columns of group_of()'s grids.
   static int world_of(const RunRecord& record) {

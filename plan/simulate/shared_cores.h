@@ -10,8 +10,8 @@ namespace tessera::internal {
 
 // Implements predict_step() if MachineSpeed::cores is set. Runs a discrete-event simulation of a host's ranks, with
 // the scheduler of core_turns.h and the messages of collective_flow.h. A rank uses a core while it computes, copies or
-// sums data, and no core while it waits. Within a host, compute and communication do not overlap. The later of two
-// ranks copies the message between them, and a wait sums received data. Between hosts, a second thread of each rank
+// sums data, and no core while it waits. Within a host, compute and communication do not overlap. Of two ranks, the
+// later one copies the message between them. A wait sums received data. Between hosts, a second thread of each rank
 // sends messages, and competes for the cores and for the link. All hosts are assumed to behave alike. Operator times
 // vary by MachineSpeed::jitter, with a fixed seed. Returns the mean of several repeats of the step.
 //
