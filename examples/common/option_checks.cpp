@@ -8,7 +8,7 @@
 namespace examples {
 
 void refuse_empty(const boost::program_options::variables_map& values) {
-  static const std::set<std::string> kMayBeEmpty = {"prompt", "demo", "help"};  // the last two are switches
+  static const std::set<std::string> kMayBeEmpty = {"prompt", "demo", "help"};  // "demo" and "help" take no value
   for (const auto& [option, value] : values)
     if (const auto* text = boost::any_cast<std::string>(&value.value());
         text != nullptr && text->empty() && !kMayBeEmpty.contains(option))

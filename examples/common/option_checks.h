@@ -8,13 +8,13 @@
 
 namespace examples {
 
-// An invalid command line; main() returns 2.
+// Reports an invalid command line. main() catches it and returns 2.
 class OptionsError : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
 };
 
-// Throws OptionsError for an empty text, except for the text of --prompt.
+// Throws OptionsError if an option other than --prompt has an empty text as its value.
 void refuse_empty(const boost::program_options::variables_map& values);
 
 struct Range {

@@ -15,7 +15,7 @@
 
 namespace examples {
 
-// Where ranks compute. kAuto: a GPU for each rank if the program sees one, else the CPU.
+// The device of ranks. kAuto: a GPU for each rank if CUDA is available, else the CPU.
 enum class DeviceKind { kAuto, kCpu, kCuda };
 
 // The floating-point type of forward and backward. Parameters, their gradients and the optimizer's state are fp32.
@@ -34,23 +34,23 @@ struct ComputeOptions {
   }
 };
 
-// Describe --device and --dtype. Their values are written to `options` when a command line is notified, which throws
-// OptionsError for unknown ones.
+// Add --device or --dtype to `description`. po::notify() writes its value to `options`, and throws OptionsError if the
+// value is unknown.
 void describe_device(boost::program_options::options_description& description, ComputeOptions& options);
 void describe_precision(boost::program_options::options_description& description, ComputeOptions& options);
 
-// "cuda:0, bf16, parameters and optimizer fp32"
+// Returns a text like "cuda:0, bf16, parameters and optimizer fp32".
 std::string describe(const std::string& device, Precision precision);
 
-// Forward and backward in a precision. `autocasts`: computes under autocast; false if FSDP's casts of gathered
-// parameters suffice. In fp16 the loss is scaled, and a step with an infinite gradient is skipped.
+// Runs forward, backward and steps in a precision. In fp16, scales losses and skips steps with infinite gradients. If
+// `autocasts`, computes under autocast; not needed if FSDP casts the unsharded parameters (of_units()).
 class Mixed {
  public:
   Mixed(Precision precision, const std::shared_ptr<tessera::Communicator>& comm, bool autocasts);
 
-  // The precision of FSDP's units.
+  // Returns the option for FSDP that casts units to this precision.
   tessera::MixedPrecision of_units() const;
-  // Returns compute(), a forward.
+  // Returns the result of compute(), which must run a forward, under autocast if `autocasts`.
   template <class Compute>
   auto compute(Compute compute) const {
     std::optional<tessera::Autocast> autocast;
@@ -66,14 +66,14 @@ class Mixed {
     scaler_->step(optimizer);
     scaler_->update();
   }
-  // Null except in fp16.
+  // Returns null except in fp16.
   tessera::ShardedGradScaler* scaler() { return scaler_ ? &*scaler_ : nullptr; }
 
  private:
   at::DeviceType device_;
-  std::optional<at::ScalarType> dtype_;  // unless fp32
+  std::optional<at::ScalarType> dtype_;  // nullopt: fp32
   bool autocasts_;
-  std::optional<tessera::ShardedGradScaler> scaler_;  // of fp16
+  std::optional<tessera::ShardedGradScaler> scaler_;  // has a value in fp16 only
 };
 
 }  // namespace examples

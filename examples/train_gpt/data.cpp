@@ -107,7 +107,7 @@ std::string read_bytes(const fs::path& path) {
   return bytes;
 }
 
-// SQuAD: {"data": [{"paragraphs": [{"context": "..."}]}]}
+// Returns the contexts of a SQuAD file, which has the form {"data": [{"paragraphs": [{"context": "..."}]}]}.
 std::string squad_contexts(const fs::path& path) {
   std::string text;
   std::set<std::string> seen;
@@ -171,7 +171,7 @@ Corpus read_directory(const fs::path& directory) {
   return corpus_of_text(directory, text, note + ")");
 }
 
-// Checks the header, if there is one, and returns its size.
+// Returns the size of llm.c's header, or 0 if the file has none. Throws std::runtime_error if the header is wrong.
 size_t token_offset_bytes(const fs::path& path, const std::string& bytes) {
   int32_t header[3] = {};  // magic, version, number of tokens
   if (bytes.size() >= sizeof(header)) std::memcpy(header, bytes.data(), sizeof(header));
@@ -216,7 +216,7 @@ Corpus read_corpus(const fs::path& path) try {
   if (!fs::is_regular_file(path)) fail(path, "is neither a file nor a directory");
   if (path.extension() == ".bin") return read_token_file(path);
   return corpus_of_text(path, read_text(path), "");
-} catch (const fs::filesystem_error& error) {  // of a file below a directory
+} catch (const fs::filesystem_error& error) {  // thrown for a file in the directory
   fail(path, error.path1().string() + ": " + error.code().message());
 } catch (const std::bad_alloc&) {
   fail(path, "does not fit in memory");
@@ -246,8 +246,8 @@ double unigram_loss(std::span<const uint16_t> train, std::span<const uint16_t> t
 
 namespace {
 
-// Every offset in [0, context] leaves room for this number of windows, so all epochs are equally long. A text too short
-// for that has one window and fewer offsets.
+// Returns the number of windows of an epoch: as many as fit after an offset of `context`, the largest. So all epochs
+// have the same length. A text too short for this has one window, and smaller offsets.
 int64_t windows_in(int64_t text_numel, int64_t context) {
   return std::max<int64_t>(1, (text_numel - context) / (context + 1));
 }

@@ -45,8 +45,8 @@ void check(const GptOptions& options) {
   }
 }
 
-// Linear::forward() of libtorch adds the bias by an operator of its own if the input has three dimensions. That is
-// slower on GPUs, most of all under autocast, where the sum is of two dtypes.
+// Applies a linear layer in one operator. libtorch's Linear::forward() adds the bias in a separate operator if the
+// input has three dimensions. That is slower on GPUs, above all under autocast, where product and bias have two dtypes.
 at::Tensor affine(const torch::nn::Linear& linear, const at::Tensor& x) {
   return at::linear(x, linear->weight, linear->bias);
 }
@@ -99,9 +99,9 @@ GptImpl::GptImpl(const GptOptions& options) : options_(options) {
   initialize();
 }
 
-// GPT-2's initialization: normal weights, which are smaller in the projections that add to the residual stream, so that
-// its variance does not grow with the number of layers. GPT-2's standard deviation of 0.02 is about 1 / sqrt(width) at
-// its width of 1600. A narrow model with a standard deviation of 0.02 learns words far later.
+// Draws normal weights, like GPT-2. Those of projections that add to the residual stream are smaller, so that its
+// variance does not grow with the number of layers. The standard deviation is 1 / sqrt(width). GPT-2's value of 0.02 is
+// about that of its width of 1600; with 0.02, a narrow model learns words far later.
 void GptImpl::initialize() {
   const torch::NoGradGuard no_grad;
   const double plain_std = 1.0 / std::sqrt(static_cast<double>(options_.width));
@@ -217,7 +217,7 @@ GptOptions read_gpt2_options(const fs::path& directory) {
   const std::string where = "--import-gpt2 " + path.string();
   std::error_code ignored;
   std::ifstream file;
-  if (fs::is_regular_file(path, ignored)) file.open(path);  // to open a pipe would block
+  if (fs::is_regular_file(path, ignored)) file.open(path);  // opening a pipe would block
   if (!file.is_open()) throw CheckpointError(where + " cannot be read");
   const std::string text(std::istreambuf_iterator<char>(file), {});
   if (const std::string problem = tessera::internal::lfs_problem(text); !problem.empty())
@@ -261,10 +261,10 @@ void import_gpt2(const fs::path& directory, tessera::ModelShards& model, const G
   check("layer_norm_epsilon", theirs.norm_epsilon, options.norm_epsilon);
   check("scale_attn_weights", theirs.scale_attention, options.scale_attention);
   check("scale_attn_by_inverse_layer_idx", theirs.scale_attention_by_layer, options.scale_attention_by_layer);
-  if (options.tie) check("tie_word_embeddings", theirs.tie, true);  // else the head in the file would be lost
+  if (options.tie) check("tie_word_embeddings", theirs.tie, true);  // otherwise, the file's head would be ignored
   std::map<std::string, Translation> ours;
   for (const auto& [own, translation] : gpt2_names(options)) ours[translation.name] = {own, translation.transposed};
-  // Files of GPT2Model lack the prefix, old files hold the causal mask, and a tied head repeats the embedding.
+  // Adds the prefix, which files of GPT2Model lack. Skips the causal masks of old files, and a tied head.
   auto translated = [&](const std::string& name) -> Translation {
     const std::string full =
         name.starts_with("transformer.") || name == "lm_head.weight" ? name : "transformer." + name;

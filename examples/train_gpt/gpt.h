@@ -19,15 +19,15 @@ struct GptOptions {
   int64_t heads = 4;          // must divide width
   int64_t context = 128;      // the longest sequence
   bool tie = false;           // the head's weight is the token embedding's
-  bool checkpointed = false;  // backward computes each block again from its input
+  bool checkpointed = false;  // backward recomputes each block from its input (activation checkpointing)
 
-  // Some published GPT-2 models have other values of these.
+  // Some published GPT-2 models need other values of the following options.
   double norm_epsilon = 1e-5;             // added to variances
   bool scale_attention = true;            // scores are divided by the root of a head's features
-  bool scale_attention_by_layer = false;  // and by the number of the layer, from 1
+  bool scale_attention_by_layer = false;  // scores are also divided by the number of the layer, from 1
 };
 
-// Each token attends to itself and to earlier tokens.
+// Multi-head attention in which each token attends to itself and to earlier tokens.
 class CausalSelfAttentionImpl : public torch::nn::Module {
  public:
   CausalSelfAttentionImpl(const GptOptions& options, int64_t layer);  // layer: from 0
@@ -56,14 +56,14 @@ class BlockImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-// A decoder-only language model like GPT-2, without dropout. It is plain torch::nn and knows nothing of ranks. Draws
+// A decoder-only language model like GPT-2, without dropout. Uses only torch::nn, and no ranks or collectives. Draws
 // its initial values from torch's default generator.
 class GptImpl : public torch::nn::Module {
  public:
   // Throws std::invalid_argument for sizes below 1 or a width that the heads do not divide.
   explicit GptImpl(const GptOptions& options);
 
-  // Tokens [B, T] of int64, T at most `context`, to logits [B, T, vocabulary]. The logits at t predict token t + 1.
+  // Maps int64 tokens [B, T] to logits [B, T, vocabulary]. T must be at most `context`. Logits t predict token t + 1.
   at::Tensor forward(const at::Tensor& tokens);
 
   const GptOptions& options() const { return options_; }
@@ -80,17 +80,17 @@ class GptImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Gpt);
 
-// Files of Hugging Face's GPT2LMHeadModel: a directory with config.json and model.safetensors, whose linear layers hold
-// transposed weights. Import and export are collective and throw tessera::CheckpointError.
+// Import and export of Hugging Face's GPT2LMHeadModel: a directory with config.json and model.safetensors. Its linear
+// layers hold transposed weights. Both are collective, and throw tessera::CheckpointError.
 
-// Writes such a directory from a model under any wrapper. Rank 0 renames and transposes tensor by tensor.
+// Writes such a directory from a model under any wrapper. Rank 0 renames and transposes one tensor at a time.
 void export_gpt2(const std::filesystem::path& directory, tessera::ModelShards& model, const GptOptions& options);
 
-// Loads such a directory, with one file or several with an index, of any floating dtype. Each rank reads its own part.
-// The settings in config.json that do not show in shapes must equal `options`: see read_gpt2_options().
+// Loads such a directory: one file, or several with an index, of any floating dtype. Each rank reads its own part.
+// Throws if settings in config.json differ from `options`: those of read_gpt2_options() that no tensor's shape shows.
 void import_gpt2(const std::filesystem::path& directory, tessera::ModelShards& model, const GptOptions& options);
 
-// Reads config.json. Throws tessera::CheckpointError for another kind of model.
+// Returns the options of the model in config.json. Throws tessera::CheckpointError if it is not a GPT-2.
 GptOptions read_gpt2_options(const std::filesystem::path& directory);
 
 }  // namespace train_gpt

@@ -3,7 +3,7 @@
 
 namespace train_gpt {
 struct TrainOptions;
-// As in run.h, which includes torch/torch.h: to compile that a second time takes 20 s.
+// Declared here, because run.h includes torch/torch.h, which takes 20 s to compile.
 int program(int argc, char** argv, void (*plans)(const TrainOptions& options));
 }  // namespace train_gpt
 

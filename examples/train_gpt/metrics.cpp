@@ -18,7 +18,7 @@ bool has_number(const nlohmann::json& values, const char* name) {
   return values.contains(name) && values[name].is_number();
 }
 
-// Returns whether the values are those of a line of MetricsLog, of a step or of an event.
+// Returns whether `values` is a line of MetricsLog: a step or an event.
 bool is_line(const nlohmann::json& values) {
   return values.is_object() && values.contains("step") && values["step"].is_number_integer() &&
          (has_number(values, "loss") || values.contains("event"));
@@ -29,15 +29,15 @@ bool is_line(const nlohmann::json& values) {
 MetricsLog::MetricsLog(const std::filesystem::path& path, int64_t kept_steps) : path_(path) {
   std::error_code ignored;
   const auto status = std::filesystem::status(path, ignored);
-  if (exists(status) && !is_regular_file(status))  // to open a pipe would block
+  if (exists(status) && !is_regular_file(status))  // opening a pipe would block
     throw std::runtime_error("--out: " + path_.string() + " is not a regular file; remove it");
   std::uintmax_t read_bytes = 0, kept_bytes = 0;
-  bool is_complete = true;  // the last kept line ends with a new line
+  bool is_complete = true;  // whether the last kept line ends with a new line
   std::ifstream before(path);
   for (std::string line; std::getline(before, line);) {
     read_bytes += line.size() + (before.eof() ? 0 : 1);
     const auto values = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (!is_line(values)) continue;  // damaged or incomplete: kept if a kept line follows
+    if (!is_line(values)) continue;  // a damaged line stays in the file only if a kept line follows it
     if (values["step"] > kept_steps) break;
     is_complete = !before.eof();
     kept_bytes = read_bytes;
@@ -45,7 +45,7 @@ MetricsLog::MetricsLog(const std::filesystem::path& path, int64_t kept_steps) : 
     kept_.push_back({.step = values["step"], .loss = values["loss"]});
     if (has_number(values, "val_loss")) kept_.back().val_loss = values["val_loss"].get<double>();
   }
-  // Cuts the rest off, and never writes the kept lines again: a kill at any moment loses none of them.
+  // Truncates the file instead of rewriting the kept lines, so that a kill at any moment loses none of them.
   if (std::error_code none; std::filesystem::file_size(path, none) > kept_bytes && !none)
     std::filesystem::resize_file(path, kept_bytes);
   file_.open(path, std::ios::app);
@@ -94,7 +94,7 @@ constexpr const char* kTrainColour = "#2b6cb0";
 constexpr const char* kValidationColour = "#c05621";
 constexpr const char* kUnigramColour = "#4a5568";
 
-// The distance between ticks: 1, 2 or 5 times a power of ten.
+// Returns the distance between ticks: 1, 2 or 5 times a power of ten.
 double tick_distance(double range) {
   const double rough = range / kWantedTicks;
   const double power = std::pow(10.0, std::floor(std::log10(rough)));
@@ -136,8 +136,8 @@ struct Axes {
   double y(double loss) const { return kTop + (kHeight - kTop - kBottom) * (high - loss) / (high - low); }
 };
 
-// An exponential mean over about a twentieth of the points, at most 20. The window starts small, so that the mean does
-// not lag while the loss falls fastest.
+// Returns the exponential moving averages over about a twentieth of the points, at most 20. The window starts small, so
+// that the average does not lag at the start, where the loss falls fastest.
 std::vector<LossPoint> smoothed(const std::vector<LossPoint>& points) {
   const double window = std::clamp(static_cast<double>(points.size()) / 20.0, 1.0, 20.0);
   std::vector<LossPoint> result;

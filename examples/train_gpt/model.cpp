@@ -20,16 +20,16 @@ namespace {
 
 using examples::Mixed;
 
-// Optimizers: their options, their groups of parameters, their memory.
+// Helpers for optimizers: options, parameter groups and memory.
 
 constexpr double kBeta1 = 0.9, kBeta2 = 0.95;  // GPT-3's
 
 struct Hyperparameters {
   double lr, weight_decay;
-  int64_t warmup;  // steps; for schedule-free AdamW, which has no other schedule
+  int64_t warmup;  // in steps; used only by schedule-free AdamW, whose learning rate has no external schedule
 };
 
-// The options of --optimizer: GPT-3's betas for AdamW, the values of their papers for the others.
+// Returns the options of --optimizer: for AdamW with GPT-3's betas, for others with the values of their papers.
 template <class Options>
 Options options_from(const Hyperparameters& hyper);
 template <>
@@ -48,7 +48,7 @@ template <>
 tessera::AdafactorOptions options_from(const Hyperparameters& hyper) {
   return tessera::AdafactorOptions(hyper.lr).weight_decay(hyper.weight_decay);
 }
-// Muon's steps are scaled to the size of AdamW's, so that one --lr fits all parameters.
+// Scales Muon's steps to the size of AdamW's, so that one --lr fits all parameters.
 template <>
 tessera::MuonOptions options_from(const Hyperparameters& hyper) {
   return tessera::MuonOptions(hyper.lr).weight_decay(hyper.weight_decay).match_rms_adamw(true).bfloat16(false);
@@ -69,7 +69,7 @@ tessera::ScheduleFreeOptions options_from(const Hyperparameters& hyper) {
 using Parameters = torch::OrderedDict<std::string, at::Tensor>;  // by name
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
-// Two groups of the trained parameters: those in `matrices` have weight decay, biases and the scales of norms do not.
+// Returns two groups of trained parameters: those in `matrices` with weight decay, and biases and norms without it.
 template <class Options>
 Groups groups_of(const Parameters& parameters, const std::set<std::string>& matrices, const Options& options) {
   std::vector<at::Tensor> decayed, plain;
@@ -82,7 +82,7 @@ Groups groups_of(const Parameters& parameters, const std::set<std::string>& matr
   return groups;
 }
 
-// Three groups: Muon steps the matrices of the blocks, AdamW the embeddings and the head, and the rest without decay.
+// Returns three groups: the blocks' matrices (Muon), the other matrices (AdamW), and the rest (AdamW without decay).
 Groups groups_of(const Parameters& parameters, const std::set<std::string>& matrices,
                  const tessera::MuonOptions& options) {
   std::vector<at::Tensor> hidden, others, plain;
@@ -103,7 +103,7 @@ Groups groups_of(const Parameters& parameters, const std::set<std::string>& matr
   return groups;
 }
 
-// Bytes of this rank's optimizer state; 0 before the first step.
+// Returns the bytes of this rank's optimizer state, which is empty before the first step.
 int64_t state_bytes(torch::optim::Optimizer& optimizer) {
   int64_t bytes = 0;
   for (const auto& [parameter, state] : optimizer.state())
@@ -112,9 +112,9 @@ int64_t state_bytes(torch::optim::Optimizer& optimizer) {
   return bytes;
 }
 
-// The ways to hold a model: whole in one process, in a ZeRO stage over the ranks, and either with an average.
+// Implementations of Trainable: one process, a ZeRO stage over ranks, and a decorator that adds an average.
 
-// A model that every rank holds whole, as the functions that load and save take it.
+// Adapts an unsharded model to ModelShards, for functions that load and save.
 class WholeModel final : public tessera::ModelShards {
  public:
   WholeModel(Gpt model, std::shared_ptr<tessera::Communicator> comm)
@@ -140,7 +140,7 @@ class WholeModel final : public tessera::ModelShards {
   std::shared_ptr<tessera::Communicator> comm_;
 };
 
-// --wrapper local: the ordinary training loop in one process.
+// Implements --wrapper local: trains in one process without a wrapper.
 template <class Optimizer, class Options>
 class LocalModel final : public Trainable {
  public:
@@ -192,17 +192,17 @@ class LocalModel final : public Trainable {
   mutable Optimizer optimizer_;
 };
 
-// What steps before Trainable::step(), and the largest norm of gradients.
+// The reason why steps occur before Trainable::step(), and the maximum norm of gradients in such steps.
 struct EarlySteps {
   enum Kind { kNone, kInBackward, kCaptured } kind = kNone;
   double largest_norm = std::numeric_limits<double>::infinity();
 };
 
-// --wrapper ddp, oss, sdp and fsdp: the ZeRO stage that `zero` names. In stage 3 each block is a unit.
+// Implements --wrapper ddp, oss, sdp and fsdp: the ZeRO stage in `zero`. In stage 3, each block is a unit.
 template <class Optimizer, class Options>
 class DistributedModel final : public Trainable {
  public:
-  // Sets the groups and the wrap policy of `zero`.
+  // Sets `zero.groups` and `zero.fsdp.auto_wrap`. The caller sets the other options.
   DistributedModel(Gpt model, const Options& options, Mixed mixed, std::shared_ptr<tessera::Communicator> comm,
                    tessera::ZeroOptions zero, EarlySteps early)
       : mixed_(std::move(mixed)),
@@ -338,7 +338,7 @@ class WithEma final : public Trainable {
   std::optional<tessera::Ema> ema_;  // always has a value
 };
 
-// `Offloaded`: the optimizer with --offload.
+// Implements wrap() for one optimizer. `Offloaded` is the optimizer that is used with --offload.
 template <class Optimizer, class Options, class Offloaded = Optimizer>
 std::unique_ptr<Trainable> wrap_as(Gpt model, const TrainOptions& options,
                                    std::shared_ptr<tessera::Communicator> comm) {
@@ -369,7 +369,7 @@ std::unique_ptr<Trainable> wrap_as(Gpt model, const TrainOptions& options,
                                                                 std::move(comm), std::move(zero), early);
 }
 
-// Ranks that are threads of one process share torch's generator, so they draw one after the other.
+// Serializes draws, because ranks that are threads of one process share torch's generator.
 std::mutex drawing;
 template <class Draw>
 auto seeded(const TrainOptions& options, Draw draw) {
@@ -389,7 +389,7 @@ tessera::WeightFormat format_of(BaseFormat base) {
   }
 }
 
-// A group of this rank alone, for files that each rank reads or writes whole.
+// Returns a group of only this rank, to read or write a whole file on one rank. Collective.
 std::shared_ptr<tessera::Communicator> alone(tessera::Communicator& comm) {
   return comm.split_by([](int rank) { return rank; });
 }
@@ -405,7 +405,7 @@ Gpt draw_model(const TrainOptions& options, at::Device device) {
 std::unique_ptr<Trainable> wrap(Gpt model, const TrainOptions& options, std::shared_ptr<tessera::Communicator> comm) {
   using namespace tessera;
   switch (options.optimizer) {
-    case OptimizerKind::kAdamW:  // on a GPU torch's own has some ten launches for each parameter
+    case OptimizerKind::kAdamW:  // on GPUs, not torch::optim::AdamW, which launches about ten kernels per parameter
       if (comm->device().is_cuda()) return wrap_as<AdamW, torch::optim::AdamWOptions, HostAdamW>(model, options, comm);
       return wrap_as<torch::optim::AdamW, torch::optim::AdamWOptions, HostAdamW>(model, options, comm);
     case OptimizerKind::kAdamW8bit:
@@ -436,8 +436,8 @@ void load_base(Gpt& model, const TrainOptions& options, tessera::Communicator& c
 }
 
 void draw_adapters(Gpt& model, const TrainOptions& options) {
-  // Alpha is twice the rank, as in QLoRA's examples. The head is not quantized, as in Python: its rounding errors would
-  // be errors of the logits.
+  // Alpha is twice the rank, as in QLoRA's examples. As in Python, does not quantize the head, whose rounding errors
+  // would be errors of the logits.
   const auto rank = static_cast<double>(options.lora_rank);
   const tessera::QuantizeOptions quantize{
       .format = format_of(options.base),

@@ -113,7 +113,7 @@ po::typed_value<bool>* boolean(bool* value) {
   return po::value(value)->default_value(*value, *value ? "true" : "false")->value_name("BOOL");
 }
 
-// Values that are converted or checked after parsing.
+// The parsed values that need a conversion or check before they are in TrainOptions.
 struct RawOptions {
   std::string data, out, wrapper, wire = "exact", offload, offload_directory, optimizer, quantize,
                                   elastic_batch = "keep", rendezvous;
@@ -316,7 +316,7 @@ bool given(const po::variables_map& values, const char* name) {
 
 void check_values(const TrainOptions& options) {
   constexpr int64_t kInt = std::numeric_limits<int>::max(), kAny = std::numeric_limits<int64_t>::max();
-  constexpr int64_t kMostSteps = std::numeric_limits<uint32_t>::max();  // of a learning rate schedule
+  constexpr int64_t kMostSteps = std::numeric_limits<uint32_t>::max();  // limit of libtorch's schedulers
   const auto& model = options.model;
   examples::check_ranges({{"ranks", options.ranks.value_or(1), 1, 1'000'000},
                           {"prefetch", options.prefetch, 0, kInt},
@@ -340,7 +340,7 @@ void check_values(const TrainOptions& options) {
                           {"top-k", options.top_k, 0, kAny},
                           {"lora", options.lora_rank, 0, 1'000'000},
                           {"report-every", options.report_interval(), 0, kAny}});
-  // The product must not overflow.
+  // Prevents an overflow of the product.
   if (static_cast<double>(options.ranks.value_or(1)) * static_cast<double>(options.batch * options.accumulate) > kInt)
     throw OptionsError("--ranks * --batch * --accumulate must be at most " + std::to_string(kInt) +
                        " sequences a step");
@@ -429,7 +429,7 @@ void check_adapters(const TrainOptions& options) {
   if (options.lora_rank == 0 && options.base != BaseFormat::kFull)
     throw OptionsError(std::string("--quantize ") + name_of(options.base) +
                        " is for the frozen base of adapters: it needs --lora");
-  // Adapters on frozen random weights learn next to nothing.
+  // Requires pretrained weights, because adapters of frozen random weights learn almost nothing.
   if (options.lora_rank > 0 && options.import_gpt2.empty())
     throw OptionsError("--lora " + std::to_string(options.lora_rank) +
                        " trains adapters beside weights that stay: name them with --import-gpt2");

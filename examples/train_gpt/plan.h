@@ -12,15 +12,15 @@
 
 namespace train_gpt {
 
-// --plan: the memory of a training, by a dry run.
+// Implements --plan, which predicts the memory of a training by a dry run.
 
-// One rank's training as in run_rank(), but without files: no pretrained weights, no checkpoints.
+// One rank's training as in run_rank(), but without files: no pretrained weights and no checkpoints.
 class Rehearsal {
  public:
-  // The first step makes the optimizer's state; the second shows the peak with it.
+  // The first step allocates the optimizer's state, so only the second step shows the peak.
   static constexpr int kSteps = 2;
 
-  // The job must outlive it. Collective.
+  // `job` must outlive this object. Collective.
   Rehearsal(const Job& job, std::shared_ptr<tessera::Communicator> comm);
 
   // Runs one step; the last also validates. Collective.
@@ -33,11 +33,11 @@ class Rehearsal {
   int64_t steps_ = 0;
 };
 
-// The memory and operations of one of --ranks, by tessera::dry_run(). Not collective.
+// Returns the record of a tessera::dry_run() as `rank` of --ranks ranks. Is not collective.
 tessera::RunRecord plan_of(const Job& job, int rank);
 
-// Prints the peak of each rank by kind of memory, in MiB, and the use of the disk with --offload disk. With more than
-// eight ranks, prints the first seven and the last.
+// Prints the peak memory of each rank by kind, in MiB, and with --offload disk also the disk space. If there are more
+// than eight ranks, prints the first seven and the last.
 void print_plan(std::ostream& out, const Job& job);
 
 }  // namespace train_gpt

@@ -1,4 +1,4 @@
-// The program behind `train_gpt --plan`, with the same options.
+// The program train_gpt_plan, which `train_gpt --plan` executes with the same arguments.
 
 #include <tessera/launch.h>
 

@@ -18,7 +18,7 @@ namespace {
 
 bool continues_character(char byte) { return (static_cast<unsigned char>(byte) & 0xc0) == 0x80; }
 
-// The length of the UTF-8 character at `position`, or 0 if there is none.
+// Returns the length of the UTF-8 character at `position`, or 0 if the bytes are not valid UTF-8.
 size_t character_bytes(const std::string& text, size_t position) {
   const auto first = static_cast<unsigned char>(text[position]);
   size_t length = 0;
@@ -135,18 +135,18 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kLogLines = 20;  // of a whole run without a terminal
+constexpr int64_t kLogLines = 20;  // number of progress lines of a run without a terminal
 constexpr auto kRedrawEvery = std::chrono::milliseconds(100);
 constexpr size_t kMaxBarColumns = 40;
-constexpr double kSmoothedSteps = 10.0;  // on the screen; files hold the raw numbers
+constexpr double kSmoothedSteps = 10.0;  // smoothing of displayed numbers; files have the raw numbers
 
-// The figures that both kinds of progress show: smoothed loss and speed, the last validation, the time left.
+// The values that both kinds of progress show: smoothed loss and speed, the last validation loss, the remaining time.
 class Figures {
  public:
   explicit Figures(int64_t steps) : steps_(steps) {}
 
   void update(const StepReport& report) {
-    // The first step of this process is slow, so the clock starts after it.
+    // Starts the clock after the first step of this process, which is slower than the others.
     if (++seen_ == 1) started_ = Clock::now();
     const double weight = 1.0 / std::clamp(static_cast<double>(seen_) / 2.0, 1.0, kSmoothedSteps);
     loss_ += weight * (report.loss - loss_);
@@ -168,7 +168,7 @@ class Figures {
 
   std::string speed() const { return brief(tokens_per_s_) + " tokens/s"; }
 
-  // Includes the time of validations, unlike speed().
+  // Returns the remaining time. Unlike speed(), includes the time of validations.
   std::string time_left() const {
     if (seen_ < 2) return "";
     const double elapsed_s = std::chrono::duration<double>(Clock::now() - started_).count();
@@ -238,7 +238,7 @@ class TerminalProgress final : public Progress {
 
   void show(const StepReport& report) override {
     figures_.update(report);
-    if (report.waits && report.waits->waited_for()) {  // above the lines that are redrawn
+    if (report.waits && report.waits->waited_for()) {  // prints above the lines that are redrawn
       finish();
       out_ << figures_.step() << "  " << report.waits->text() << "\n";
     }
@@ -254,8 +254,8 @@ class TerminalProgress final : public Progress {
   }
 
  private:
-  // Leaves the cursor at the end of the second line, so that later output begins below. Leaves the last column empty:
-  // terminals wrap differently after it.
+  // Leaves the cursor at the end of the second line, so that later output begins below it. Does not use the last
+  // column, because terminals differ in whether they wrap after it.
   void draw() {
     const size_t columns = terminal_columns() - 1;
     const auto before = figures_.step() + " ";
@@ -295,7 +295,7 @@ void line(std::ostream& out, const std::string& label, const std::string& text) 
   out << "  " << left(label, kLabelColumns) << text << "\n";
 }
 
-// AdamW keeps two moments of each parameter.
+// Returns the memory of a process without sharding. AdamW's state is two moments of each parameter.
 MemoryUse unsharded_use(int64_t parameter_bytes) {
   return {.parameter_bytes = parameter_bytes, .grad_bytes = parameter_bytes, .optimizer_bytes = 2 * parameter_bytes};
 }

@@ -20,17 +20,17 @@ std::string brief(double value);              // "950", "12.3k", "1.2M"
 std::string mib(int64_t bytes);               // "1.53"
 std::string duration(double seconds);         // "0:07", "12:34", "1:02:03"
 
-// Columns are counted in UTF-8 characters. left() and right() pad with spaces; cut() shortens.
+// Columns are UTF-8 characters. left() and right() align by padding with spaces, and cut() truncates.
 std::string left(std::string text, size_t columns);
 std::string right(std::string text, size_t columns);
 size_t columns_of(const std::string& text);
 std::string cut(const std::string& text, size_t columns);
 
-// Makes text safe for a terminal: replaces control characters other than new lines and tabs, and bytes that are not
-// UTF-8, by '?'.
+// Returns text that is safe for a terminal: replaces invalid UTF-8, and control characters except new lines and tabs,
+// by '?'.
 std::string printable(const std::string& text);
 
-// Breaks lines between words to at most `columns` and puts `indent` before each.
+// Breaks text between words into lines of at most `columns`, and puts `indent` before each line.
 std::string wrapped(const std::string& text, size_t columns, const std::string& indent);
 
 // Shows the progress of the training.
@@ -46,7 +46,7 @@ std::unique_ptr<Progress> make_progress(std::ostream& out, bool terminal, int64_
 
 bool standard_output_is_terminal();
 
-// The header of a run.
+// The values that print_header() prints about a run.
 struct RunFacts {
   std::string layout;  // Trainable::describe()
   std::string device;
@@ -60,7 +60,7 @@ struct RunFacts {
 };
 void print_header(std::ostream& out, const TrainOptions& options, const Corpus& corpus, const RunFacts& facts);
 
-// Each rank's memory, compared with one process that holds the whole state.
+// Prints each rank's memory, compared with one process that holds the whole state.
 void print_memory_table(std::ostream& out, const std::vector<MemoryUse>& ranks, int64_t unsharded_parameter_bytes);
 
 struct RunResult {
@@ -73,7 +73,7 @@ void print_result(std::ostream& out, const RunResult& result);
 
 void print_sample(std::ostream& out, const std::string& text);
 
-// A change of an elastic run's group, or the end of the first step after it.
+// A change of an elastic run's group (kLost, kJoined), or the end of the first step after it (kResumed).
 struct ElasticEvent {
   enum class Kind { kLost, kJoined, kResumed } kind = Kind::kLost;
   int64_t step = 0;
@@ -81,23 +81,23 @@ struct ElasticEvent {
   tessera::ElasticChange change;
 };
 
-// metrics.jsonl: one JSON object a step, a line each, with val_loss if the step was validated:
+// Writes metrics.jsonl: one line per step with a JSON object, which has val_loss if the step was validated:
 //   {"step":1,"loss":4.1,"tokens_per_s":9000.0,"lr":1e-4,"grad_norm":2.0,"val_loss":4.0}
-// Events of an elastic run are lines of their own. The step of a change is the one from which training continues. A
-// change may be a loss and a join; the ranks that joined have numbers of the new group:
+// Events of an elastic run have their own lines. The step of a change is the step from which training continues. One
+// change may write both "lost" and "joined". The ranks of "joined" are numbers in the new group:
 //   {"event":"lost","step":10,"ranks":[1],"world":3,"world_before":4,"reason":"..."}
 //   {"event":"joined","step":20,"ranks":[3],"world":4,"world_before":3}
 //   {"event":"resumed","step":11,"world":3,"seconds":0.4}
 class MetricsLog {
  public:
-  // Keeps the lines of the first `kept_steps` steps of the file and cuts off the others; 0 keeps none. Throws
+  // Keeps the file's lines of the first `kept_steps` steps, and removes the lines after them. Throws
   // std::runtime_error if the file cannot be written.
   explicit MetricsLog(const std::filesystem::path& path, int64_t kept_steps = 0);
 
-  // The kept steps.
+  // Returns the reports of the kept steps.
   const std::vector<StepReport>& kept() const { return kept_; }
 
-  // Throws std::runtime_error if the line cannot be written, as on a full disk.
+  // Throw std::runtime_error if the line cannot be written, for example on a full disk.
   void write(const StepReport& report);
   void write(const ElasticEvent& event);
 
@@ -119,20 +119,20 @@ struct LossCurves {
   double unigram_loss = 0.0;
 };
 
-// An SVG picture of the curves over the steps, with a moving average of the training loss. `curves.train` must not be
-// empty.
+// Returns an SVG picture of the curves over the steps, with a moving average of the training loss. `curves.train` must
+// not be empty.
 std::string draw_losses(const LossCurves& curves);
 
 // Throws std::runtime_error if the file cannot be written.
 void write_loss_plot(const std::filesystem::path& path, const LossCurves& curves);
 
-// The curves of a run for TensorBoard: train/..., val/loss, memory/... and wait/... of all ranks.
+// Writes the curves of a run for TensorBoard: train/..., val/loss, and memory/... and wait/... of all ranks.
 class TensorboardLog {
  public:
-  // Throws std::runtime_error if no file can be made in the folder.
+  // Throws std::runtime_error if no file can be created in `folder`.
   explicit TensorboardLog(const std::filesystem::path& folder) : events_(folder) {}
 
-  // Does not throw if the disk is full: training continues.
+  // Do not throw if the disk is full, so that training continues.
   void write(const StepReport& report);
   void write(const ElasticEvent& event);  // elastic/world, elastic/lost, elastic/joined, elastic/seconds_to_resume
 

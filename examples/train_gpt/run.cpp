@@ -41,7 +41,7 @@ void check_world(const TrainOptions& options, int world) {
   }
 }
 
-// Rank 0's output during training: metrics, plot, TensorBoard, progress.
+// Writes rank 0's output during training: metrics, plot, TensorBoard files and progress.
 class Recorder {
  public:
   // Keeps the metrics of the first `first_step` steps. `elastic` may be null.
@@ -55,7 +55,7 @@ class Recorder {
     for (const auto& report : metrics_.kept()) add_to_curves(report);
     if (elastic_ == nullptr || !elastic_->change()) return;
     const auto& change = *elastic_->change();
-    // If a step fails on all ranks, none is lost.
+    // Records a loss also if no rank is lost: a step that failed on all ranks changes the group, too.
     if (!change.lost.empty() || change.joined.empty()) record_event(ElasticEvent::Kind::kLost, first_step);
     if (!change.joined.empty()) record_event(ElasticEvent::Kind::kJoined, first_step);
   }
@@ -65,10 +65,10 @@ class Recorder {
     metrics_.write(report);
     if (tensorboard_) tensorboard_->write(report);
     progress_->show(report);
-    // The run prints a line when the step is committed.
+    // Ends the progress lines, because commit() of the first step after a change prints a line.
     if (elastic_ != nullptr && elastic_->change() && !has_resumed_) progress_->finish();
   }
-  // After the commit of each step.
+  // Must be called after the commit of each step.
   void record_commit(int64_t step) {
     const bool resumes = elastic_ != nullptr && elastic_->change() && elastic_->change()->seconds > 0;
     if (resumes && !std::exchange(has_resumed_, true)) record_event(ElasticEvent::Kind::kResumed, step);
@@ -83,7 +83,7 @@ class Recorder {
     for (auto point = curves_.train.end() - static_cast<std::ptrdiff_t>(last); point != curves_.train.end(); ++point) {
       sum += point->loss;
     }
-    constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();  // a finished run without its metrics
+    constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();  // if a finished run's metrics are missing
     return {.train_loss = last > 0 ? sum / static_cast<double>(last) : kUnknown,
             .val_loss = curves_.validation.empty() ? kUnknown : curves_.validation.back().loss,
             .unigram_loss = curves_.unigram_loss,
@@ -115,7 +115,7 @@ class Recorder {
 
 struct Training {
   RunResult result;  // of rank 0; empty on the other ranks
-  int signal = 0;    // that has stopped the run after a save; 0: all steps are done
+  int signal = 0;    // the signal that stopped the run after a save; 0: all steps are done
 };
 
 Training train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& options, tessera::Communicator& comm,
@@ -144,8 +144,8 @@ Training train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& o
         });
     checkpoints.finish();
   } catch (...) {
-    if (recorder) recorder->record_commit(last_step);  // which throws if the group changes again
-    recorder.reset();                                  // an error must not be printed into the progress
+    if (recorder) recorder->record_commit(last_step);  // a commit throws if the group changes again
+    recorder.reset();                                  // ends the progress lines before the error is printed
     throw;
   }
   if (!shows) return {.result = {}, .signal = signal};
@@ -170,13 +170,13 @@ void set_aside(const std::filesystem::path& path) {
   }
 }
 
-// Whether the options name a checkpoint to continue from.
+// Returns whether --resume selects an existing checkpoint.
 bool resumes(const TrainOptions& options) {
   if (options.resume != "auto") return !options.resume.empty();
   return tessera::latest_checkpoint(checkpoints_of(options)).has_value();
 }
 
-// Makes the folder, unless its name is empty, and checks that files can be made in it.
+// Creates `folder`, unless its name is empty, and checks that files can be created in it.
 void make_writable(const char* option, const std::filesystem::path& folder) try {
   if (folder.empty()) return;
   std::filesystem::create_directories(folder);
@@ -216,7 +216,7 @@ tessera::FolderLock prepare_output(const TrainOptions& options, bool continues) 
   if (options.offload == Offload::kDisk) make_writable("--offload-directory", options.offload_directory);
   // A run that does not resume must not destroy the metrics or delete the checkpoints of an earlier run.
   const auto metrics = options.out / kMetricsFile;
-  std::error_code none;  // there is no such file
+  std::error_code none;  // set if there is no such file
   if (!continues && std::filesystem::file_size(metrics, none) > 0 && !none) set_aside(metrics);
   if (!continues && tessera::latest_checkpoint(checkpoints_of(options))) set_aside(checkpoints_of(options));
   const MetricsLog writable(metrics, continues ? std::numeric_limits<int64_t>::max() : 0);
@@ -237,11 +237,11 @@ int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm, tesser
   try {
     if (shows) lock.emplace(prepare_output(options, goes_on || resumes(options)));
   } catch (const std::runtime_error&) {
-    if (!goes_on) throw;  // else a lost rank 0, which is stopped, may hold this job's lock
+    if (!goes_on) throw;  // after a change of the group, a stopped process of the lost rank 0 may still hold the lock
   }
   if (options.threads > 0) at::set_num_threads(options.threads);
 
-  std::optional<tessera::PeakMemory> tensors;  // must exist before the first tensor
+  std::optional<tessera::PeakMemory> tensors;  // must be created before the first tensor, to count all tensors
   if (!options.tensorboard.empty()) tensors.emplace(comm->device());
   const bool adapts = options.lora_rank > 0;
   Gpt model = draw_model(options, comm->device());
@@ -255,7 +255,7 @@ int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm, tesser
 
   if (options.offload == Offload::kDisk) std::filesystem::create_directories(options.offload_directory);
   auto wrapped = wrap(model, options, comm);
-  // Must precede the average of weights, which starts from them.
+  // Imports weights before with_ema(), because the average starts with the current weights.
   if (!options.import_gpt2.empty() && !adapts) import_gpt2(options.import_gpt2, wrapped->shards(), options.model);
   if (options.ema > 0) wrapped = with_ema(std::move(wrapped), options.ema);
   Trainer trainer(options, job.corpus, *comm, *wrapped, first_ranks);
@@ -275,7 +275,7 @@ int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm, tesser
   }
   const auto [result, signal] = train(trainer, checkpoints, options, *comm, elastic);
   if (signal != 0) {
-    comm->barrier("the end of a stopped run");  // a launcher may kill the other ranks when the first one has ended
+    comm->barrier("the end of a stopped run");  // a launcher may kill all other ranks when the first one exits
     return 128 + signal;
   }
   const auto memory = memory_of_all_ranks(trainer.memory(), *comm);
@@ -316,7 +316,7 @@ int start_ranks(const TrainOptions& options, int argc, char** argv) {
                        " cores; --oversubscribe allows it");
   if (!options.rendezvous.empty())
     throw OptionsError("--rendezvous is for ranks of a launcher; with --ranks, train_gpt restarts failed ranks itself");
-  prepare(options);  // reports a mistake once, not on every rank
+  prepare(options);  // reports mistakes here, so that the started ranks do not each report them
   static_cast<void>(prepare_output(options, resumes(options)));
   if (options.elastic) return tessera::spawn_elastic(*options.ranks, argc, argv, {.restarts = options.restarts});
   return tessera::spawn_local(*options.ranks, argc, argv);
@@ -327,7 +327,7 @@ int report_mistake(const OptionsError& error) {
   return 2;
 }
 
-// If all ranks find the same mistake, one rank prints it.
+// Returns true on only one rank, which prints the mistake that all ranks find. Returns true if the store fails.
 bool is_first_to_fail(const tessera::Communicator& comm) {
   try {
     return tessera::internal::StoreMailbox(comm, "train_gpt").add("failed", 1) == 1;
@@ -371,13 +371,13 @@ int run_elastic(const TrainOptions& options) {
     try {
       elastic.run([&](tessera::ElasticRun& run) { code = run_rank(job, run.comm(), &run); });
     } catch (const OptionsError& error) {
-      return report_mistake(error);  // whose exit code says that a restart would be in vain
+      return report_mistake(error);  // exit code 2 tells a launcher that a restart would fail again
     }
     return code;
   });
 }
 
-// --plan runs train_gpt_plan, in the same folder. This keeps the planning libraries out of the build of train_gpt.
+// Executes train_gpt_plan, which is in the same folder. Keeps the planning libraries out of the build of train_gpt.
 int start_planner(char** argv) {
   const std::string planner = std::filesystem::read_symlink("/proc/self/exe").string() + "_plan";
   ::execv(planner.c_str(), argv);

@@ -27,7 +27,7 @@ int64_t sequences_of_step(const TrainOptions& options, int ranks) { return ranks
 
 namespace {
 
-// With fewer ranks than the first ones, more micro-batches keep the sequences of a step.
+// With kKeep, fewer ranks than `first_ranks` run more micro-batches, to keep the number of sequences of a step.
 BatchShape shape_of(const TrainOptions& options, int ranks, int first_ranks) {
   const bool keeps = options.elastic && options.elastic_batch == ElasticBatch::kKeep;
   const int64_t passes = keeps ? (first_ranks * options.accumulate + ranks - 1) / ranks : options.accumulate;
@@ -58,7 +58,7 @@ Trainer::Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Com
 
 void Trainer::set_warmup(int64_t steps) {
   constexpr double kFinalFraction = 0.1;
-  set_learning_rate(model_.optimizer(), peak_lr_);  // a checkpoint has the rate of its step
+  set_learning_rate(model_.optimizer(), peak_lr_);  // a loaded checkpoint has set the rate of its step
   if (has_schedule_)
     schedule_ =
         std::make_unique<tessera::WarmupCosineLR>(model_.optimizer(), steps, std::max(steps, steps_), kFinalFraction);
@@ -86,7 +86,7 @@ StepReport Trainer::train_step(int64_t step, const std::function<void()>& before
   const auto start = Clock::now();
   StepReport report{.step = step + 1};
   model_.zero_grad();
-  if (schedule_ != nullptr) schedule_->set_step(step);  // before an early step
+  if (schedule_ != nullptr) schedule_->set_step(step);  // must precede add_gradients(), which may step early
   if (model_.steps_early()) before_update();
   at::Tensor loss = torch::zeros({}, comm_.device());
   const double scale = 1.0 / static_cast<double>(shape_.accumulation);
@@ -110,8 +110,8 @@ bool Trainer::validates_after(int64_t step) const {
   return step == steps_ || (val_interval_ > 0 && step % val_interval_ == 0);
 }
 
-// Rank r takes every size()-th window, from the r-th on. All ranks must run the model equally often, so a rank without
-// another window repeats the first and does not count it.
+// Rank r takes every size()-th window, starting at window r. All ranks must run the model equally often. So a rank
+// without a further window runs the first window again, and ignores its loss.
 double Trainer::validate() {
   const torch::NoGradGuard no_grad;
   const auto averaged = model_.averaged();
@@ -195,8 +195,8 @@ Checkpoints::Checkpoints(const TrainOptions& options, const Corpus& corpus, Wind
       model_(model),
       elastic_(elastic) {}
 
-// A resumed run must have the same `run`: only then does step n see the same sequences in the same model. `settings`
-// may change with --allow-changes.
+// A resumed run must have the same "run" values, so that each step has the same sequences and model. "settings" may
+// change with --allow-changes.
 nlohmann::json Checkpoints::description() const {
   const auto& model = options_.model;
   return {{"run",
@@ -241,7 +241,7 @@ Checkpoints::Resumed Checkpoints::compare(const std::string& path, const nlohman
                          value.dump() +
                          " (sequences_per_step is ranks * batch * accumulate, data a checksum of the text)");
   for (const auto& [name, value] : own["settings"].items()) {
-    // Old checkpoints do not name ema.
+    // Old checkpoints have no "ema", which was always 0.
     const auto saved = extra["settings"].value(name, name == "ema" ? nlohmann::json(0.0) : nlohmann::json());
     if (saved == value || (name == "warmup" && !options_.warmup)) continue;
     const std::string change = name + " is " + value.dump() + ", was " + saved.dump();
@@ -264,8 +264,8 @@ Checkpoints::Resumed Checkpoints::compare(const std::string& path, const nlohman
 
 namespace {
 
-// Returns load() of the model and its average of weights. If the checkpoint has no average, loads the model alone, and
-// the average begins with the loaded weights.
+// Calls load() with the model and its average of weights. If the checkpoint has no average, loads only the model, and
+// starts the average with the loaded weights. Returns the result of load().
 template <class Load>
 auto load_with_average(Trainable& model, bool averages, Load load) {
   try {
@@ -293,11 +293,11 @@ Checkpoints::Resumed Checkpoints::resume_elastically() try {
                      "\nif --ema is new, begin it in a run without --elastic, with --resume and --allow-changes");
 }
 
-// Sets all that is in no tensor.
+// Restores the state that is not in tensors.
 void Checkpoints::continue_from(const nlohmann::json& extra, const Resumed& resumed,
                                 const std::vector<double>& decays) {
   warmup_ = resumed.warmup;
-  // Old checkpoints do not have it; their steps all took as many.
+  // Old checkpoints have no "sequences"; all their steps had the same number of sequences.
   if (extra.contains("sequences")) sampler_.set_origin(resumed.step, extra["sequences"].get<int64_t>());
   if (extra.contains("grad_scaler") && model_.scaler() != nullptr)
     model_.scaler()->load_state({extra["grad_scaler"]["scale"], extra["grad_scaler"]["steps"]});
@@ -369,7 +369,7 @@ at::Tensor last_tokens(std::span<const uint16_t> tokens, int64_t context, at::De
   return torch::tensor(ids, torch::kInt64).unsqueeze(0).to(device);
 }
 
-// logits: [vocabulary], on the CPU
+// Draws a token. `logits` must be [vocabulary], on the CPU.
 uint16_t draw(at::Tensor logits, const SampleOptions& options, const at::Generator& random) {
   if (options.temperature == 0.0) return static_cast<uint16_t>(logits.argmax().item<int64_t>());
   logits = logits / options.temperature;
