@@ -1,5 +1,5 @@
 // An image classifier with all parts of a training program: a data loader with worker threads and augmentation, batch
-// norms over all ranks, weight decay on matrices only, a schedule, validation, the best and the last checkpoint. Ctrl-C
+// norms over all ranks, weight decay of matrices only, a learning-rate schedule, validation, and checkpoints. Ctrl-C
 // saves, and the next run continues within the epoch, on any number of ranks and in any stage.
 //
 //   classifier FOLDER [EPOCHS [STAGE]]      checkpoints in FOLDER; 5 epochs in ZeRO stage 2 by default
@@ -42,7 +42,7 @@ class Images : public data::datasets::Dataset<Images> {
   int64_t first_, numel_;
 };
 
-// Rotates by half a turn at random, and shifts by up to two pixels.
+// At random, rotates an image by half a turn or not, and shifts it by up to two pixels.
 struct Augment : data::transforms::TensorTransform<> {
   at::Tensor operator()(at::Tensor image) override {
     const auto random = torch::randint(0, 10, {3}).to(torch::kInt64);
@@ -67,8 +67,8 @@ torch::nn::Sequential make_network() {
   return network;
 }
 
-// The part of the validation images that the model classifies rightly. Each image counts once, so ranks may have
-// different numbers of batches; a rank without a batch runs the model all the same. Collective.
+// Returns the fraction of the validation images that the model classifies correctly. Counts each image once. So ranks
+// may have different numbers of batches: a rank without a batch still runs the model, with the others. Collective.
 double accuracy_of(Model& model) {
   const torch::NoGradGuard no_grad;
   tessera::Communicator& comm = *model.comm();
@@ -126,7 +126,7 @@ int train(const std::string& folder, int64_t epochs, int stage, const std::share
       model.clip_grad_norm_(1.0);
       model.step();
       schedule.step();
-      if (const int signal = tessera::stop_requested(*comm)) {  // the same on all ranks
+      if (const int signal = tessera::stop_requested(*comm)) {  // equal on all ranks
         save("last");
         return 128 + signal;
       }
@@ -135,7 +135,7 @@ int train(const std::string& folder, int64_t epochs, int stage, const std::share
     if (comm->rank() == 0) std::cout << "epoch " << epoch << ": accuracy " << accuracy << std::endl;
     best = std::max(best, accuracy);
     if (accuracy == best) save("best");
-    save("last");  // after the best: it is the newest
+    save("last");  // after "best", so that "last" is the newest checkpoint
   }
   return 0;
 }

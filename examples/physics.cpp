@@ -1,6 +1,6 @@
 // A physics-informed network in fp64: solves -u'' = pi^2 sin(pi x) on [0, 1] with u(0) = u(1) = 0, whose solution is
-// sin(pi x). The loss has second derivatives of the network by its input. Each rank has its own points. AdamW first,
-// then L-BFGS, on shards.
+// sin(pi x). The loss has second derivatives of the network by its input. Each rank has its own points. Trains with
+// AdamW and then with L-BFGS, both on shards.
 //
 //   physics [ADAMW_STEPS [LBFGS_STEPS]]      500 and 20 by default
 #include <tessera/tessera.h>
@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int64_t kWidth = 32, kPoints = 32;  // points of a rank
+constexpr int64_t kWidth = 32, kPoints = 32;  // kPoints: points of each rank
 constexpr double kPi = std::numbers::pi;
 const auto kDouble = torch::TensorOptions(torch::kFloat64);
 
@@ -23,18 +23,18 @@ struct FieldImpl : torch::nn::Module {
   torch::nn::Linear first = register_module("first", torch::nn::Linear(1, kWidth));
   torch::nn::Linear second = register_module("second", torch::nn::Linear(kWidth, kWidth));
   torch::nn::Linear last = register_module("last", torch::nn::Linear(kWidth, 1));
-  // [points, 1] -> [points, 1]; the factor x (1 - x) meets the boundary conditions.
+  // Maps [points, 1] to [points, 1]. The factor x (1 - x) satisfies the boundary conditions.
   at::Tensor forward(const at::Tensor& x) { return x * (1 - x) * last(torch::tanh(second(torch::tanh(first(x))))); }
 };
 TORCH_MODULE(Field);
 using Wrapped = tessera::FullyShardedDataParallel<Field>;
 
-// The derivative of each value by its own point, differentiable again.
+// Returns the derivative of each value by its own point. The result is differentiable.
 at::Tensor derivative(const at::Tensor& values, const at::Tensor& x) {
   return torch::autograd::grad({values.sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
 }
 
-// The mean square of the equation's residual at this rank's points.
+// Returns the mean square of the equation's residual at this rank's points.
 at::Tensor residual_loss(Wrapped& field, const at::Tensor& points) {
   const auto x = points.detach().requires_grad_();
   const auto curvature = derivative(derivative(field(x), x), x);
@@ -70,7 +70,7 @@ void train(int64_t adamw_steps, int64_t lbfgs_steps, const std::shared_ptr<tesse
   }
   if (loss.defined()) print("AdamW", loss);
 
-  // L-BFGS needs one loss for all evaluations of a step: fixed points, spread over the ranks.
+  // Uses fixed points, spread over the ranks, because all evaluations in a step of L-BFGS must be of the same loss.
   const auto all = torch::linspace(0, 1, kPoints * comm->size(), on_device).view({-1, 1});
   const auto own = all.tensor_split(comm->size())[comm->rank()];
   tessera::Lbfgs lbfgs(fsdp, tessera::LbfgsOptions(1).strong_wolfe(true));

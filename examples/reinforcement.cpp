@@ -17,10 +17,10 @@
 
 namespace {
 
-constexpr int64_t kEpisodes = 8, kMaxLength = 200, kBatch = 256;  // kEpisodes: of a rank in an iteration
+constexpr int64_t kEpisodes = 8, kMaxLength = 200, kBatch = 256;  // kEpisodes: per rank and iteration
 constexpr float kDiscount = 0.98F;
 
-// Barto, Sutton and Anderson's cart-pole, with the constants of OpenAI Gym's CartPole-v0.
+// The cart-pole problem of Barto, Sutton and Anderson, with the constants of OpenAI Gym's CartPole-v0.
 struct CartPole {
   explicit CartPole(std::mt19937& random) {
     std::uniform_real_distribution<float> small(-0.05F, 0.05F);
@@ -53,8 +53,8 @@ struct Experience {
   at::Tensor states, actions, returns;
 };
 
-// Plays on this rank alone. A stage below 3 runs the module without collectives, so ranks may play unequally long. In
-// stage 3 a program must hold summon_full_params() meanwhile.
+// Plays episodes on this rank alone. Stages below 3 run the module without collectives, so ranks may take different
+// numbers of steps. In stage 3, a program must hold summon_full_params() during this call.
 Experience play(Policy& policy, std::mt19937& random) {
   const torch::NoGradGuard no_grad;
   std::vector<float> states, returns;
@@ -85,7 +85,7 @@ void train(int64_t iterations, const std::shared_ptr<tessera::Communicator>& com
   for (int64_t iteration = 1; iteration <= iterations; ++iteration) {
     const Experience own = play(policy, random);
     const int64_t numel = own.returns.numel();
-    // The baseline: the mean and the deviation of the returns of all ranks.
+    // The baseline is the mean, and the scale the standard deviation, of the returns of all ranks.
     auto sums =
         torch::stack({torch::ones_like(own.returns), own.returns, own.returns.square()}, 1).to(torch::kFloat64).sum(0);
     sums = tessera::reduce_to_host(*comm, sums, tessera::ReduceOp::kSum, "the returns");
@@ -93,8 +93,8 @@ void train(int64_t iterations, const std::shared_ptr<tessera::Communicator>& com
     const double deviation = std::sqrt((sums[2] / sums[0]).item<double>() - mean * mean) + 1e-6;
     const auto advantages = (own.returns - mean) / deviation;
 
-    // Batches until no rank has one left. Losses are sums over a rank's rows, and gradients are divided by the rows of
-    // all ranks: a rank without rows adds nothing.
+    // Trains until no rank has a batch left. Losses are sums over a rank's rows, and the sum of gradients is divided by
+    // the number of rows of all ranks. So a rank without rows contributes nothing.
     for (int64_t begin = 0; tessera::ranks_with_data(*comm, begin < numel) > 0; begin += kBatch) {
       const int64_t first = std::min(begin, numel), rows = std::min(kBatch, numel - first);
       model.divide_gradients_by_sum(rows);

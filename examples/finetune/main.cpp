@@ -3,9 +3,9 @@
 //
 //   finetune --archive out/model.pt2 --weights out/initial --ids out/ids.safetensors --out out --stage 3 --ranks 2
 //
-// --ids is one long text; each step draws random windows of it. --rows are separate examples, padded and cut
-// (tools/tokenize_text.py), which are read in order. Adapters (tools/export_model.py --lora) are trained beside a base
-// with the weights of the model without adapters. They are saved in peft's format, beside the whole model.
+// --ids is one long text, of which each step draws random windows. --rows are separate examples, padded and truncated
+// by tools/tokenize_text.py, which are read in order. If the archive has adapters (tools/export_model.py --lora),
+// --weights may be those of the model without adapters. Saves adapters also in peft's format, beside the whole model.
 
 #include <ATen/CPUGeneratorImpl.h>
 
@@ -49,7 +49,7 @@ tessera::NamedInputs as_inputs(const at::Tensor& ids, at::Device device) {
   return {{"input_ids", own}, {"attention_mask", torch::ones_like(own)}, {"labels", own}};
 }
 
-// A rank's batch of each step.
+// Makes a rank's batch of each step.
 class Batches {
  public:
   Batches(const Options& options, at::Device device) : options_(options), device_(device) {
@@ -78,11 +78,11 @@ class Batches {
     for (const auto& [name, values] : rows_) inputs.add(name, values.index_select(0, chosen).to(device_));
     return inputs;
   }
-  // The first tokens of the text, to compare models.
+  // Returns the first tokens of the text, as the same input for models that are compared.
   at::Tensor line() const { return ids_.narrow(0, 0, std::min(options_.length, ids_.numel())).unsqueeze(0); }
 
  private:
-  // Random windows of the text.
+  // Returns random windows of the text.
   at::Tensor windows(uint64_t seed) const {
     auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
     const at::Tensor starts =
@@ -97,7 +97,7 @@ class Batches {
   std::vector<std::pair<std::string, at::Tensor>> rows_;
 };
 
-// Generates tokens, each drawn from the 8 likeliest. Collective, since parameters may be sharded; all ranks draw alike.
+// Generates tokens, each drawn from the 8 most probable ones. Collective. All ranks draw the same tokens.
 template <class Forward>
 std::vector<int64_t> continued(const Forward& forward, std::vector<int64_t> text, const Options& options,
                                at::Device device) {
@@ -114,8 +114,8 @@ std::vector<int64_t> continued(const Forward& forward, std::vector<int64_t> text
   return text;
 }
 
-// Continues the prompt, or the beginning of the text. Prints text if ids are characters, else ids for
-// tools/tokenize_text.py --decode.
+// Continues the prompt, or without a prompt the beginning of the text. With --characters, prints text. Otherwise,
+// prints ids for tools/tokenize_text.py --decode.
 template <class Forward>
 void print_sample(const Forward& forward, const Batches& batches, const Options& options, const Comm& comm) {
   if (options.sample == 0) return;
@@ -139,7 +139,7 @@ void erase_part(std::string& name, const std::string& part) {
   if (const size_t at = name.find(part); at != std::string::npos) name.erase(at, part.size());
 }
 
-// The name of a weight in the model without adapters: "base_model.model.lm_head.base_layer.weight" is "lm_head.weight".
+// Returns a name without adapters: "lm_head.weight" for "base_model.model.lm_head.base_layer.weight".
 std::string name_in_base(std::string name) {
   if (name.starts_with(kPeft)) name.erase(0, std::string(kPeft).size());
   erase_part(name, ".base_layer");
@@ -157,7 +157,7 @@ tessera::ExportedOptions load_options(const Options& options, const Comm& comm) 
   return load;
 }
 
-// Saves the adapters, if there are any, under the names that PeftModel.from_pretrained() reads. Collective.
+// Saves the adapters, if any, under the names that PeftModel.from_pretrained() expects. Collective.
 void save_adapters(const fs::path& folder, const fs::path& archive, tessera::ModelShards& model) {
   const auto is_of_adapter = [](const std::string& own) { return own.find(".lora_") != std::string::npos; };
   const auto shards = model.named_shards();
@@ -172,7 +172,7 @@ void save_adapters(const fs::path& folder, const fs::path& archive, tessera::Mod
     fs::copy_file(config, folder / config.filename(), fs::copy_options::overwrite_existing);
 }
 
-// Writes the trained model's logits for a line of the text, to compare with Python.
+// Writes the trained model's logits for `ids`, to compare them with those of Python.
 template <class Forward>
 void write_logits(const Forward& forward, const at::Tensor& ids, const fs::path& file, const Comm& comm) {
   const at::NoGradGuard no_grad;
@@ -187,10 +187,10 @@ void write_logits(const Forward& forward, const at::Tensor& ids, const fs::path&
 void train(const Options& options, const Comm& comm) {
   const Batches batches(options, comm->device());
   const fs::path trained = fs::path(options.out) / "trained";
-  if (comm->rank() == 0) fs::create_directories(trained);  // an error must not come after the training
+  if (comm->rank() == 0) fs::create_directories(trained);  // created first, so that an error precedes the training
   const examples::Precision precision = options.compute.precision_on(comm->device());
   if (comm->rank() == 0) std::printf("%s\n", examples::describe(comm->device().str(), precision).c_str());
-  // Also in stage 3: an exported graph has fp32 constants, such as masks, beside parameters that FSDP casts.
+  // Autocasts also in stage 3, because FSDP does not cast the exported graph's fp32 constants, such as masks.
   examples::Mixed mixed(precision, comm, /*autocasts=*/true);
   auto build = [&] { return tessera::load_exported(options.archive, load_options(options, comm)); };
   const auto module = options.stage == 3 ? tessera::deferred(build) : build();

@@ -24,15 +24,15 @@
 
 namespace {
 
-constexpr int kWidth = 64;                           // of the grid
+constexpr int kWidth = 64;                           // width and height of the grid
 constexpr int kStride = 2;                           // steps that the surrogate predicts at once
-constexpr int kPatch = 2 * kStride + 1;              // rows, and columns, that determine a point kStride steps later
-constexpr int kBatch = 128;                          // points of a rank and training step
-constexpr int kReportEvery = 10;                     // strides
-constexpr double kChange = 0.05, kDifference = 0.2;  // usual values: scales of the network's output and input
-constexpr double kTimeStep = 0.05;                   // grid spacing 1; stable while u stays below 1.5
+constexpr int kPatch = 2 * kStride + 1;              // width of the square that determines a point kStride steps later
+constexpr int kBatch = 128;                          // points per rank and training step
+constexpr int kReportEvery = 10;                     // strides between checkpoints
+constexpr double kChange = 0.05, kDifference = 0.2;  // kDifference: scale of the differences in the network's input
+constexpr double kTimeStep = 0.05;                   // stable for a grid spacing of 1 while u is below 1.5
 
-// This rank's rows, and one row of each neighbour.
+// The solver on this rank's rows, and a copy of one row of each neighbour.
 class Solver {
  public:
   explicit Solver(MPI_Comm comm) : comm_(comm) {
@@ -41,7 +41,7 @@ class Solver {
     rows_ = kWidth * (rank_ + 1) / size_ - kWidth * rank_ / size_;
     first_row_ = kWidth * rank_ / size_;
     u_ = torch::zeros({rows_ + 2, kWidth + 2}, torch::kDouble);
-    // Hot and cold spots.
+    // Starts with hot and cold spots.
     const auto rows = torch::arange(first_row_, first_row_ + rows_, torch::kDouble).unsqueeze(1);
     const auto columns = torch::arange(kWidth, torch::kDouble);
     for (int spot = 0; spot < 40; ++spot) {
@@ -89,15 +89,15 @@ struct SurrogateImpl : torch::nn::Module {
   torch::nn::Linear hidden = register_module("hidden", torch::nn::Linear(48, 48));
   torch::nn::Linear out = register_module("out", torch::nn::Linear(48, 1));
   SurrogateImpl() { to(torch::kDouble); }
-  // The changes of points, in units of kChange.
+  // Returns the predicted change of each patch's middle point.
   at::Tensor forward(const at::Tensor& patches) {
-    // Differences from the point drive the flux; the point's own value only its conductivity.
+    // Differences from the point determine the flux. The point's own value affects only the conductivity.
     const at::Tensor point = patches.slice(1, kPatch * kPatch / 2, kPatch * kPatch / 2 + 1);
     at::Tensor features = (patches - point) / kDifference;
     features = features + point * own_value();
     return out(torch::tanh(hidden(torch::tanh(in(features))))).squeeze(1);
   }
-  // 1 in the patch's middle, else 0.
+  // Returns a mask that is 1 at a patch's middle point, and 0 elsewhere.
   static at::Tensor own_value() {
     at::Tensor mask = torch::zeros({kPatch * kPatch}, torch::kDouble);
     mask[kPatch * kPatch / 2] = 1;
@@ -106,7 +106,7 @@ struct SurrogateImpl : torch::nn::Module {
 };
 TORCH_MODULE(Surrogate);
 
-// The neighbourhoods of `count` random points, or of all of them, and the changes of the points in units of kChange.
+// The patches around points, and the changes of the points. draw() chooses `count` points at random; 0: all points.
 struct Points {
   at::Tensor patches, changes;
 };
@@ -119,7 +119,7 @@ Points draw(const at::Tensor& before, const at::Tensor& after, int count = 0) {
   return {all.index_select(0, chosen), changes.index_select(0, chosen)};
 }
 
-// The error, relative to that of a surrogate that predicts no change.
+// Returns the error relative to that of a surrogate that predicts no change.
 double relative_error(SurrogateImpl& surrogate, const Points& points) {
   const torch::NoGradGuard no_grad;
   return ((surrogate.forward(points.patches) - points.changes).norm() / points.changes.norm()).item<double>();
@@ -148,7 +148,7 @@ void run(const std::string& wrapper, int strides, double share, const std::files
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &size);
   const int trainers = std::max(1, size - 1), tester = size - 1;
-  at::set_num_threads(1);  // the solver's ranks have the other cores
+  at::set_num_threads(1);  // leaves the other cores to the other ranks
   Solver solver(MPI_COMM_WORLD);
   if (solver.rows() < kPatch)
     throw std::invalid_argument("too many ranks: each needs " + std::to_string(kPatch) + " rows");
@@ -175,7 +175,7 @@ void run(const std::string& wrapper, int strides, double share, const std::files
     for (int step = 0; step < kStride; ++step) solver.step();
     const at::Tensor after = solver.field();
     if (comm) {
-      // The ranks must agree on the number of steps: rank 0's clock decides.
+      // Rank 0's clock decides for all ranks, which must take the same number of steps.
       for (int may_train = 1; may_train != 0;) {
         const double at = MPI_Wtime();
         const auto [patches, changes] = draw(before, after, kBatch);
@@ -189,7 +189,7 @@ void run(const std::string& wrapper, int strides, double share, const std::files
     }
     if (stride % kReportEvery != 0) continue;
     if (comm) tessera::save_checkpoint(folder / "surrogate", *zero, {{"stride", stride}});
-    MPI_Barrier(MPI_COMM_WORLD);  // the checkpoint is complete
+    MPI_Barrier(MPI_COMM_WORLD);  // waits until the checkpoint is complete
     if (rank == tester) {
       Surrogate loaded;
       const auto alone = tessera::communicator_from_mpi(MPI_COMM_SELF);
@@ -197,7 +197,7 @@ void run(const std::string& wrapper, int strides, double share, const std::files
       tessera::load_checkpoint(folder / "surrogate", replica);
       errors.emplace_back(stride, relative_error(*loaded, draw(before, after)));
     }
-    MPI_Barrier(MPI_COMM_WORLD);  // it has been read
+    MPI_Barrier(MPI_COMM_WORLD);  // waits until the tester has read the checkpoint
   }
   if (rank == tester) {
     plot(folder, errors);

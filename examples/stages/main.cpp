@@ -27,7 +27,7 @@ struct Data {
   at::Tensor features, labels;
 };
 
-// Each class is a cluster, so the model can learn.
+// Draws rows whose class is that of a cluster, so that the classes can be learned.
 Data draw(int64_t rows, at::Generator& generator) {
   static const auto centres = [] {
     auto fixed = at::make_generator<at::CPUGeneratorImpl>(7);
@@ -97,7 +97,7 @@ int main(int argc, char** argv) {
   Options options;
   try {
     options = parse(argc, argv);
-  } catch (const std::logic_error& error) {  // of boost, or OptionsError
+  } catch (const std::logic_error& error) {  // po::error or OptionsError
     std::cerr << "stages: " << error.what() << "\n";
     return 2;
   }

@@ -1,5 +1,5 @@
-// PyTorch's recipe for its ZeroRedundancyOptimizer, in all stages: shows the memory that each stage saves, and that all
-// of them train alike.
+// PyTorch's recipe for its ZeroRedundancyOptimizer, in all ZeRO stages. Shows the memory that each stage saves, and
+// that all stages compute the same parameters.
 //
 // Runs one step of Adam on twenty Linear(2000, 2000), or another --width, with random inputs and targets. Each rank
 // prints the peak of its tensors' memory at four points, and the sum of the parameters.
@@ -22,7 +22,7 @@ namespace {
 namespace po = boost::program_options;
 
 constexpr int64_t kLayers = 20, kRows = 20;
-const std::vector<std::string> kWrappers = {"adam", "oss", "sdp", "fsdp"};  // by stage
+const std::vector<std::string> kWrappers = {"adam", "oss", "sdp", "fsdp"};  // indexed by stage
 
 struct Options {
   std::vector<std::string> wrappers = kWrappers;
@@ -31,7 +31,7 @@ struct Options {
   bool json = false;
 };
 
-// The figures of one rank. Bytes are peaks so far.
+// The results of one rank. Bytes are the peaks up to each point.
 struct Figures {
   int64_t after_model_bytes = 0, after_wrap_bytes = 0, before_step_bytes = 0, after_step_bytes = 0;
   int64_t rss_peak_bytes = 0;
@@ -157,7 +157,7 @@ Options parse(int argc, char** argv) {
   return options;
 }
 
-// Starts new processes for each wrapper, so that the memory of one does not count for the next.
+// Starts new processes for each wrapper, so that the peak of one wrapper does not include memory of another.
 int run_each_by_itself(const Options& options, const char* program) {
   for (const auto& wrapper : options.wrappers) {
     std::vector<std::string> arguments{
@@ -178,7 +178,7 @@ int main(int argc, char** argv) {
   Options options;
   try {
     options = parse(argc, argv);
-  } catch (const std::logic_error& error) {  // of boost, or OptionsError
+  } catch (const std::logic_error& error) {  // po::error or OptionsError
     std::cerr << "zero_recipe: " << error.what() << "\n";
     return 2;
   }
