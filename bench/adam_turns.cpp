@@ -1,5 +1,5 @@
-// The C++ half of bench/cpu_adam.py: adam_turns THREADS. Each input line names an optimizer (host, fused). The program
-// runs one step of AdamW with it on 16 Mi elements of fp32, and prints "MS CPU_MS": wall time and processor time.
+// The C++ half of bench/cpu_adam.py. Usage: adam_turns THREADS. Reads an optimizer's name (host or fused) from each
+// line of input, runs one step of it (AdamW) on 16 Mi fp32 elements, and prints "MS CPU_MS": wall and processor time.
 #include <torch/torch.h>
 
 #include <chrono>

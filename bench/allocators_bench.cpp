@@ -1,7 +1,7 @@
-// Compares Tessera's memory cache with mimalloc, which it replaces, and with glibc. One training program allocates its
-// CPU tensors from glibc, mimalloc and the cache by turns, one step each. The result is the ratio of median step times.
-// Before that, each allocator runs alone in a child process, which reports its peak resident memory. Fails if losses
-// are not equal, bit for bit.
+// Compares Tessera's memory cache with mimalloc, which the cache replaces, and with glibc. Three equal trainings, each
+// with one allocator, take turns, one step each. The result is the ratio of median step times. Before that, each
+// allocator runs alone in a child process, which reports its peak resident memory. Fails if losses are not bitwise
+// equal.
 #include <c10/core/CPUAllocator.h>
 #include <mimalloc.h>
 #include <sys/resource.h>
@@ -34,7 +34,7 @@ void free_by_mimalloc(void* memory) { mi_free(memory); }
 class Mimalloc final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    constexpr size_t kAlignment = 64;  // libtorch's for CPUs
+    constexpr size_t kAlignment = 64;  // libtorch's alignment for CPUs
     void* const memory = bytes > 0 ? mi_malloc_aligned(bytes, kAlignment) : nullptr;
     if (memory == nullptr && bytes > 0) throw std::bad_alloc();
     return {memory, memory, &free_by_mimalloc, c10::kCPU};
@@ -43,12 +43,12 @@ class Mimalloc final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
 
-// Frees a tensor by the allocator that made it, which may not be the one in use.
+// Allocates from the allocator that `chosen` selects. Frees memory by the allocator that has allocated it.
 class Chosen final : public c10::Allocator {
  public:
   explicit Chosen(c10::Allocator* cache) : cache_(cache) {}
   c10::DataPtr allocate(size_t bytes) override { return now().allocate(bytes); }
-  // For kernels that free memory by its pointer alone.
+  // Returns a deleter that finds the allocator by the address, for kernels that keep only the pointer.
   c10::DeleterFnPtr raw_deleter() const override {
     return [](void* memory) {
       mi_is_in_heap_region(memory) ? mi_free(memory) : memory_cache_allocator()->raw_deleter()(memory);
@@ -96,7 +96,7 @@ struct Training {
   }
   double step() {
     optimizer->zero_grad();
-    // Batches differ in length, as sequences do.
+    // Varies the length of batches, like that of sequences.
     const at::Tensor loss = model->forward(x.narrow(0, 0, 256 - 24 * (steps++ % 3))).square().mean();
     loss.backward();
     optimizer->step();
@@ -108,7 +108,7 @@ struct Training {
   int steps = 0;
 };
 
-// The peak memory of a process with one allocator.
+// Returns the peak resident memory of a child process that trains with one allocator.
 double peak_mib(Which which) {
   int ends[2];
   if (::pipe(ends) != 0) return -1;
@@ -142,7 +142,7 @@ int main(int argc, char** argv) {
   c10::SetCPUAllocator(&allocator, kAnyPriority);
 
   std::array<double, 3> peaks{};
-  for (size_t i = 0; i < 3; ++i) peaks[i] = peak_mib(static_cast<Which>(i));  // before this process has threads
+  for (size_t i = 0; i < 3; ++i) peaks[i] = peak_mib(static_cast<Which>(i));  // forks before this process has threads
 
   at::set_num_threads(1);
   std::array<std::unique_ptr<Training>, 3> trainings;

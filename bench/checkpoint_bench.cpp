@@ -1,16 +1,16 @@
 // Measures saving and loading against `dd` with fsync on the same disk, and the stall of the training loop during an
 // asynchronous save.
 //
-// The model is a chain of linear layers under FullyShardedDataParallel with AdamW; ranks are threads. A round runs dd's
-// write and the save, the asynchronous saves, then dd's read, a plain read and the load. The order within a comparison
-// is random in each round. The table has medians, and medians of the rounds' ratios. Before a read, its files are
-// dropped from the page cache; before a write, older files are deleted.
+// The model is a chain of linear layers under FullyShardedDataParallel with AdamW; ranks are threads. A round has three
+// comparisons: dd's write and a save; asynchronous saves; dd's read, a plain read and a load. The order within each is
+// random. The table has medians, and medians of the rounds' ratios. Before a read, its files are dropped from the page
+// cache. Before a write, older files are deleted.
 //
-// "the disk alone" is the fastest possible load. It reads the same files with direct I/O into new huge pages, by three
-// threads a file, without checksums or tensors.
+// The row "the disk alone" is the fastest possible load: it reads the same files with direct I/O into new huge pages,
+// with three threads per file, without checksums or tensors.
 //
 // Targets: a save takes at most dd's time; a load at most dd's time / 0.9; the stall at most 0.15 of a save. The stall
-// is the call, and the wait before the optimizer's step after one forward and backward.
+// is the time of the call, plus the wait before the optimizer's step, which follows one forward and backward.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <torch/torch.h>
@@ -240,7 +240,7 @@ class Bench {
   template <class Model>
   Round measure(tessera::Communicator& comm, Model& fsdp, torch::optim::Optimizer& optimizer, std::mt19937 random) {
     Round round;
-    auto alone = [&](auto work) {  // rank 0 alone works; the others wait
+    auto alone = [&](auto work) {  // only rank 0 runs work(); the other ranks wait
       if (comm.rank() == 0) work();
       comm.barrier();
     };
@@ -285,7 +285,7 @@ class Bench {
     return round;
   }
 
-  // The stall of a save with default options: the time of the call, and the delay of the next step.
+  // Returns the stall of a save with default options: the time of the call, plus the delay of the next step.
   template <class Model>
   double stall_by_default(tessera::Communicator& comm, Model& fsdp, torch::optim::Optimizer& optimizer) {
     auto seconds_of_step = [&] {
@@ -304,7 +304,7 @@ class Bench {
     return call + std::max(0.0, step - usual);
   }
 
-  // All ranks draw the same order.
+  // Calls `turns` in a random order. Equal generators give all ranks the same order.
   static void in_any_order(std::vector<std::function<void()>> turns, std::mt19937& random) {
     std::shuffle(turns.begin(), turns.end(), random);
     for (const auto& turn : turns) turn();
@@ -313,7 +313,7 @@ class Bench {
     return run_dd("if=/dev/zero of=" + dd_file().string() +
                   " bs=1M count=" + std::to_string(std::max<int64_t>(1, bytes_ >> 20)) + " conv=fsync");
   }
-  // The save deletes the replaced checkpoint on its own thread.
+  // Waits until background threads of saves have deleted the replaced checkpoints.
   void await_removals() const {
     while (std::distance(fs::directory_iterator(settings_.folder), fs::directory_iterator()) > 2)
       std::this_thread::sleep_for(std::chrono::milliseconds(5));

@@ -1,9 +1,9 @@
 // Measures the manifest of a checkpoint of very many ranks: the time and memory to make it in a save, and to read it.
-// The reader is one rank of a world of another size. Files are real, but sparse: their data is a hole.
+// The reader is one rank of a world of another size. The checkpoint's files exist, but are sparse: without data blocks.
 //
-// Parameters are in units, and each unit is cut evenly over the ranks, as in FullyShardedDataParallel. Reading runs in
-// a process of its own; its memory is the difference between peak and start. Targets for 65,536 ranks and 1,000
-// tensors: 2 s and 200 MB.
+// Parameters are in units, and each unit is split evenly over the ranks, as in FullyShardedDataParallel. Reading runs
+// in a separate process; its memory is the difference between the peak and the start. Targets for 65,536 ranks and
+// 1,000 tensors: 2 s and 200 MB.
 #include <algorithm>
 #include <boost/program_options.hpp>
 #include <chrono>
@@ -32,10 +32,10 @@ constexpr uint64_t kId = 42;
 
 struct Settings {
   int64_t ranks = 65536;
-  int64_t to_ranks = 50000;  // the ranks that load
+  int64_t to_ranks = 50000;  // number of ranks that load
   int64_t tensors = 1000;
-  int64_t of_unit = 10;   // tensors in a unit
-  int64_t width = 16384;  // a tensor is [width, width]
+  int64_t of_unit = 10;   // number of tensors in a unit
+  int64_t width = 16384;  // each tensor is [width, width]
   std::string folder = "out/checkpoint_metadata_bench";
 
   int64_t tensor_numel() const { return width * width; }
@@ -47,7 +47,7 @@ double seconds_since(Clock::time_point began) { return std::chrono::duration<dou
 
 std::string name_of(int64_t tensor) { return "blocks." + std::to_string(tensor) + ".weight"; }
 
-// The range of each tensor that a rank of `world` holds, by name.
+// Returns the ranges of tensors that `rank` of `world` ranks holds, by the tensors' names.
 std::map<std::string, Range> held_by(const Settings& settings, int64_t rank, int64_t world) {
   const int64_t each = (settings.unit_numel() + world - 1) / world;
   std::map<std::string, Range> held;
@@ -135,7 +135,7 @@ int64_t kilobytes(const char* field) {
   throw std::runtime_error("/proc/self/status has no " + std::string(field));
 }
 
-// Loads the part of a rank in the middle of the new world.
+// Loads the tensors of the rank in the middle of the new world.
 void read(const Settings& settings, bool writes_files) {
   const auto wanted = held_by(settings, settings.to_ranks / 2, settings.to_ranks);
   if (writes_files) {

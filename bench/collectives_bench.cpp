@@ -1,8 +1,8 @@
 // Compares Tessera's collectives on gloo with gloo's own, and with a copy of the same bytes.
 //
-// Ranks are threads of this process, joined over loopback; each time is that of the slowest rank. Both implementations
-// run by turns over equal connections, so compare rows of the same run. `--benchmark_filter=world:2` selects two ranks;
-// sizes are those of the full tensor.
+// Ranks are threads of this process, connected over loopback. Each time is that of the slowest rank. The two
+// implementations take turns over equal connections, so only rows of the same run are comparable. Sizes are those of
+// the full tensor. `--benchmark_filter=world:2` selects two ranks.
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -41,7 +41,7 @@ void run(Kind kind, Who who, Rank& rank) {
   if (kind == Kind::kAllReduce) rank.gloo->allreduce(tensors)->wait();
 }
 
-// Checks the results of one implementation against the definition.
+// Returns whether one implementation's results are those of the collective's definition.
 bool verify(Kind kind, Who who, Rank& rank, int world) {
   const int64_t part = rank.shard.numel();
   const int own = rank.comm->rank();
@@ -59,7 +59,7 @@ bool verify(Kind kind, Who who, Rank& rank, int world) {
   return result.eq(sum).all().item<bool>();
 }
 
-// Runs `body(rank)` on every rank's thread, between barriers; returns the seconds of the slowest rank.
+// Runs body(rank) on every rank's thread, between barriers. Returns the time of the slowest rank in seconds.
 class World {
  public:
   World(int world, int64_t numel) : world_(world), ranks_(world) {

@@ -1,11 +1,11 @@
 // Measures elastic training on this machine.
 //
-//   elastic_bench --kills 5 [--ranks 3]    from the death of a rank to the end of the survivors' next step: a model of
-//                                          100 MB, FSDP and Adam. Another rank dies each time, rank 0 included.
-//   elastic_bench --model gpt [--rounds 7] the cost of copies: a step with a copy every 10 steps over one without, by
-//                                          blocks of 30 steps in turn, at 2 ranks; also with --model recipe
+//   elastic_bench --kills 5 [--ranks 3]    the time from a rank's death to the end of the survivors' next step: a model
+//                                          of 100 MB, FSDP and Adam. Kills another rank each time, also rank 0.
+//   elastic_bench --model gpt [--rounds 7] the cost of copies: the ratio of step times with a copy every 10 steps and
+//                                          without, in alternating blocks of 30 steps, on 2 ranks. Or --model recipe.
 //
-// bench/elastic_hosts.py measures the first between network namespaces.
+// bench/elastic_hosts.py measures the time after a death between network namespaces.
 #include <torch/torch.h>
 
 #include <signal.h>
@@ -36,7 +36,7 @@ namespace {
 using namespace tessera;
 using Seconds = std::chrono::duration<double>;
 
-// Seconds of a clock that all processes of the machine share.
+// Returns the time in seconds of a clock that all processes of the machine share.
 double now() { return Seconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 constexpr int kCopyEvery = 10;
@@ -46,7 +46,7 @@ struct Arguments {
   std::string model = "recipe", file;
 };
 
-// A model of train_step, sharded.
+// A model of train_step under FullyShardedDataParallel.
 class Training {
  public:
   Training(const train_step::Options& options, const std::shared_ptr<Communicator>& comm)
@@ -68,7 +68,7 @@ class Training {
   train_step::Batch batch_;
 };
 
-// The victim dies in step 18, so the copy of step 10 has had time to end. The new rank 0 appends the seconds to a file.
+// Kills the victim in step 18, when the copy of step 10 has completed. The new rank 0 appends the seconds to a file.
 void die_and_resume(const Arguments& arguments, const train_step::Options& options) {
   const int launched_as = std::atoi(std::getenv("RANK"));
   const auto death_file = arguments.file + ".death";
@@ -95,7 +95,7 @@ void die_and_resume(const Arguments& arguments, const train_step::Options& optio
   });
 }
 
-// Returns when all ranks have stopped copying: 300 ms without a copied byte.
+// Waits until copies have completed: until 300 ms pass without a copied byte.
 void wait_for_copy(const ElasticRun& run) {
   for (int64_t bytes = -1; bytes != run.copied_bytes();) {
     bytes = run.copied_bytes();
@@ -145,7 +145,7 @@ void compare_costs(const Arguments& arguments, const train_step::Options& option
   });
 }
 
-// Returns act(argc, argv).
+// Returns act(argc, argv), where argv has the words of the command line `words`.
 template <class Act>
 auto with_arguments(std::vector<std::string> words, Act act) {
   std::vector<char*> argv;
@@ -164,7 +164,7 @@ int spawn(int ranks, std::vector<std::string> words) {
                         [&](int argc, char** argv) { return spawn_elastic(ranks, argc, argv, {.restarts = 0}); });
 }
 
-// Starts the ranks: of each kill, or of one comparison of costs. Returns the exit code.
+// Starts ranks, once for each kill, or once to compare costs. Returns the exit code.
 int start(const Arguments& arguments, char* program) {
   if (arguments.kills == 0) {
     return spawn(arguments.ranks > 0 ? arguments.ranks : 2,
@@ -209,7 +209,7 @@ int main(int argc, char** argv) {
     if (arguments.victim < 0) {
       compare_costs(arguments, model_of(arguments));
     } else {
-      arguments.layers = 6;  // of 16 MB
+      arguments.layers = 6;  // each layer has 16 MB
       die_and_resume(arguments, model_of(arguments));
     }
     return 0;

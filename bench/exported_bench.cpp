@@ -1,9 +1,9 @@
-// Measures the overhead of a node of an exported model, beside its operator. ExportedModule runs the chain of
-// bench/exported_chain.py by turns with the same chain in C++.
+// Measures the time that a node of an exported model adds to that of its operator. ExportedModule, which runs the chain
+// of bench/exported_chain.py, takes turns with the same chain in C++.
 //
 //   tools/python.sh bench/exported_chain.py out/chain.pt2 && build/release/bench/exported_bench out/chain.pt2
 //
-// Prints medians over rounds, with autograd off and on, after a check that the results are equal.
+// Checks that the results are equal. Then prints medians over rounds, without and with autograd.
 #include <torch/torch.h>
 
 #include <chrono>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kRounds = 400;
 
-// Repeats the chain as often as the archive does.
+// Runs the chain of the archive in C++, `rounds` times.
 at::Tensor written_out(at::Tensor x, const at::Tensor& shift, int64_t rounds) {
   for (int64_t i = 0; i < rounds; ++i) x = at::sub(at::tanh(at::mul(at::add(x, shift), 0.75)), shift);
   return x;
@@ -28,7 +28,7 @@ at::Tensor written_out(at::Tensor x, const at::Tensor& shift, int64_t rounds) {
 template <class Call>
 double microseconds(Call call) {
   const auto began = std::chrono::steady_clock::now();
-  const at::Tensor result = call();  // freed after the clock, with its graph
+  const at::Tensor result = call();  // the time excludes freeing the result and its graph
   return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - began).count();
 }
 

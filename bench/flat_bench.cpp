@@ -1,6 +1,5 @@
-// Measures the parts of a step that neither compute nor communicate: planning a layout, by number of parameters and of
-// ranks; copying gradients into a bucket, against one copy of the same bytes; a fused step of Adam against torch's
-// loop.
+// Measures planning a layout, by the numbers of parameters and of ranks. Compares copying gradients into a bucket with
+// one copy of the same bytes, and a fused step of Adam with torch's loop.
 //
 // Targets: the time of planning grows with parameters but not with ranks; a bucket fills at the speed of a copy.
 #include <benchmark/benchmark.h>
@@ -25,7 +24,7 @@ BENCHMARK(plan_layout)
     ->ArgsProduct({{100, 1000, 10000}, {1, 8, 1024, 65536}})
     ->Unit(benchmark::kMicrosecond);
 
-// Tensors of `numel` elements into, and out of, one flat buffer of 16 MiB.
+// Tensors of `numel` elements that are copied to and from one flat buffer of 16 MiB.
 struct Pieces {
   explicit Pieces(int64_t numel) : flat(torch::zeros({1 << 22})) {
     for (int64_t begin = 0; begin < flat.numel(); begin += numel) {
@@ -52,7 +51,7 @@ void flatten(benchmark::State& state) {
 BENCHMARK(flatten)->ArgName("numel")->Arg(256)->Arg(4096)->Arg(1 << 16)->Arg(1 << 20)->Arg(1 << 22)->Unit(
     benchmark::kMicrosecond);
 
-// FSDP does this instead of unflattening: parameters are views.
+// Makes views of the flat buffer, as FSDP does instead of copying out of it.
 void unflatten_by_views(benchmark::State& state) {
   const torch::NoGradGuard no_grad;
   const Pieces pieces(state.range(0));

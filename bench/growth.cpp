@@ -1,13 +1,13 @@
-// Prints the CPU time of checkpoint functions and of a step against the number of parameters, to find costs that grow
-// faster than the work. Each line should have about twice the times of the line before. "disk step" is the first step
-// of HostAdamW on parameters on a disk, which makes the state; all data fit into the buffers.
+// Prints the CPU times of checkpoint functions and of a step for growing numbers of parameters, to find costs that grow
+// faster than linearly. Each line should have about twice the times of the previous line. "disk step" is the first step
+// of HostAdamW on parameters on a disk, which makes the state. All data fit into the buffers.
 //
 //   build/release/bench/growth [FILE.pt2 ...]
 //
-// The model has parameters of 16 elements under FullyShardedDataParallel with AdamW, on one rank; its files are in
-// out/growth. For each archive, which `bench/exported_parameters.py FILE.pt2 NUMBER` writes, the time of
-// load_exported() follows. Targets: for 40,000 tensors 4 s to save and load, 0.3 s to read a header; for 4,000 tensors
-// 0.1 s for a step of torch::optim::AdamW ("step").
+// The model has parameters of 16 elements under FullyShardedDataParallel with AdamW, on one rank. Its files are in
+// out/growth. Then prints the time of load_exported() for each archive (bench/exported_parameters.py FILE.pt2 NUMBER).
+// Targets: for 40,000 tensors, 4 s to save and load, and 0.3 s to read a header; for 4,000 tensors, 0.1 s for a step of
+// torch::optim::AdamW ("step").
 #include <torch/torch.h>
 
 #include <cstdio>

@@ -1,10 +1,10 @@
 // Computes the largest model that a device, a host and a disk hold, by stage and tier of offload, for fp32 parameters
 // and Adam. Bytes come from the layouts. Prints the table only if small models on thread ranks report the same bytes.
 //
-// Also trains, saves and loads a model on the disk tier, and prints the most host memory that each needs. Excludes
-// mapped files, which the kernel can write out.
+// Also trains, saves and loads a model on the disk tier, and prints the peak host memory of each. Excludes mapped
+// files, which the kernel can write to disk.
 //
-//   largest_model [ranks=8] [device GiB=24] [host GiB a rank=64] [disk GiB a rank=512]
+//   largest_model [ranks=8] [device GiB=24] [host GiB per rank=64] [disk GiB per rank=512]
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -31,8 +31,8 @@ using tessera::MemoryReport;
 
 constexpr double kGiB = 1024.0 * 1024 * 1024;
 
-// Memory of one rank. Gathered units, buckets and staging are in flight on the device: a number of units that does not
-// depend on the model.
+// The memory that one rank needs. The last three fields are memory in flight on the device, in units or in shards of
+// units. Their numbers do not depend on the model.
 struct Need {
   double device_per_parameter = 0, host_per_parameter = 0, disk_per_parameter = 0;  // bytes
   double gathered_units = 0, bucket_units = 0, staging_shards = 0;
@@ -44,7 +44,7 @@ struct Row {
   std::function<Need(double ranks)> need;
 };
 
-// Parameters, gradients and Adam's two moments take 4 bytes an element each, divided by N if they are sharded.
+// Returns the table. Parameters, gradients and Adam's two moments take 4 bytes per element; if sharded, divided by N.
 std::array<Row, 8> rows(const Need& flight) {
   auto fsdp = [flight](Need need) {
     need.gathered_units = flight.gathered_units;
@@ -103,7 +103,7 @@ void require(const std::string& what, int64_t got, int64_t expected) {
   if (got != expected) mismatch(what, got, expected);
 }
 
-// Measures FSDP's units in flight on the device, and checks all other figures.
+// Returns FSDP's measured units in flight on the device. Throws if another number of rows() differs from a measurement.
 Need check_small() {
   constexpr int kRanks = 2;
   const auto unit = tessera::internal::FlatLayout::evenly({kUnitNumel}, kRanks, 16);
@@ -131,7 +131,7 @@ Need check_small() {
     flight.staging_shards =
         static_cast<double>(host.report.peak_staging_bytes) / (4.0 * static_cast<double>(unit.shard_numel()));
   };
-  tessera::run_ranks(kRanks, body, {.peer_memory = false});  // peer memory has less in flight than devices have
+  tessera::run_ranks(kRanks, body, {.peer_memory = false});  // with peer memory, less is in flight than on GPUs
   return flight;
 }
 
@@ -142,7 +142,7 @@ int64_t anonymous_bytes() {
   return 0;
 }
 
-// Returns how much the process's anonymous memory grows at most during the work.
+// Returns the maximum growth of the process's anonymous memory during work().
 double peak_mib_of(const std::function<void()>& work) {
   const int64_t before = anonymous_bytes();
   std::atomic<int64_t> peak = before;
@@ -157,7 +157,7 @@ double peak_mib_of(const std::function<void()>& work) {
 }
 
 void print_memory_of_checkpoints() {
-  constexpr int64_t kWidth = 1024, kCount = 48;  // 4 MiB each
+  constexpr int64_t kWidth = 1024, kCount = 48;  // each layer has 4 MiB
   const auto folder = std::filesystem::temp_directory_path() / "tessera_largest_model";
   std::filesystem::remove_all(folder);
   std::filesystem::create_directories(folder);
@@ -189,7 +189,7 @@ void print_memory_of_checkpoints() {
 
 double room_for(double bytes, double per_parameter) { return per_parameter > 0 ? bytes / per_parameter : HUGE_VAL; }
 
-// The most parameters that fit, for a model of `units` equal units.
+// Returns the largest number of parameters that fit, for a model of `units` equal units.
 double largest(const Need& need, double ranks, double device, double host, double disk, double units) {
   const double in_flight = 4 * (need.gathered_units + need.bucket_units + need.staging_shards / ranks) / units;
   return std::min({room_for(device, need.device_per_parameter + in_flight), room_for(host, need.host_per_parameter),

@@ -1,10 +1,10 @@
-// Measures the lower bounds of a step on this machine, now. A step must compute, and move the bytes of its stage.
-// Measures both alone, and the time to copy the same bytes. Each rank computes in its own process with the whole model,
-// and the optimizer steps all parameters.
+// Measures lower bounds of a step's time on this machine: computing alone, moving the bytes of each stage alone, and
+// copying the same bytes. To compute, each rank trains the whole model in its own process, and its optimizer steps all
+// parameters.
 //
 //   limits --model deep --ranks 2 --json
 //
-// The options are train_step's. Compare a result with a step_s_median of the same hour.
+// The options are those of train_step. Results are comparable only with a step_s_median of the same hour.
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -32,7 +32,7 @@ struct Cost {
   double seconds = 0, cpu_seconds = 0;
 };
 
-// The median over `repeats` of the slowest rank's time; on rank 0 also the mean processor time.
+// Returns the median over `repeats` of the slowest rank's time, and on rank 0 also the mean processor time.
 Cost cost_of(int repeats, tessera::Communicator& comm, const std::function<void()>& work) {
   std::vector<double> seconds;
   const double cpu_before = train_step::cpu_seconds();
@@ -58,7 +58,7 @@ int main(int argc, char** argv) {
     options->wrapper = "local";
     const auto local = train_step::measure(*options, comm);
 
-    // All parameters, padded to whole shards. One all-gather moves (N-1)/N of them.
+    // All parameters, padded to a multiple of N. An all-gather moves (N-1)/N of these bytes.
     const int64_t shard_bytes = (local["model_bytes"].get<int64_t>() + comm->size() - 1) / comm->size();
     const auto full = torch::zeros({shard_bytes * comm->size()}, torch::kByte), copy = torch::zeros_like(full);
     const auto shard = full.narrow(0, comm->rank() * shard_bytes, shard_bytes);

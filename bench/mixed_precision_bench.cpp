@@ -1,6 +1,6 @@
-// Measures the savings of mixed precision: bytes that a rank sends in forward and in backward, gathered memory and
-// bucket memory, in fp32, in bf16, and in bf16 with gradients reduced in fp32. The two ranks are threads; the time is
-// that of a step of both.
+// Measures the savings of mixed precision: bytes that a rank sends in forward and in backward, and the memory of
+// unsharded parameters and of buckets. Compares fp32, bf16, and bf16 with gradients reduced in fp32. The two ranks are
+// threads, and the time is that of a step of both.
 //
 // Target: in bf16, gathered bytes and gathered memory are half those of fp32.
 #include <benchmark/benchmark.h>

@@ -6,7 +6,7 @@
 #include <optional>
 #include <string_view>
 
-// Returns the number that is the whole text; nullopt for any other text.
+// Returns the number if the whole text is a number, otherwise nullopt.
 template <class Number>
 std::optional<Number> number_in(std::string_view text) {
   Number number = 0;

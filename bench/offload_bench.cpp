@@ -1,10 +1,10 @@
-// Measures the host optimizer, the disk tier and speculative steps. First a step of AdamW on a fp32 parameter: by
+// Measures the host optimizer, the disk tier and speculative steps. First, a step of AdamW on a fp32 parameter: by
 // torch::optim's loop, by libtorch's fused operator, and by HostAdamW (plain, revocable, and with a 16-bit copy). Then
-// the same step with parameter and state on a disk, beside the bandwidth of the disk itself. Last, iterations under
-// clipping, with steps that wait for the norm and steps that do not.
+// the same step with parameter and state on a disk, and the bandwidth of the disk alone. Last, iterations with
+// clipping, whose steps wait for the norm or are speculative.
 //
-// Targets: HostAdamW is 8 times as fast as torch::optim::AdamW; the disk tier is close to the disk's own bandwidth. The
-// folder is TESSERA_BENCH_DISK, or the system's for temporary files.
+// Targets: HostAdamW is 8 times as fast as torch::optim::AdamW. The disk tier is close to the disk's own bandwidth. The
+// disk's folder is TESSERA_BENCH_DISK, by default the folder for temporary files.
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
@@ -24,7 +24,7 @@ namespace {
 constexpr int64_t kNumel = 16 << 20;
 const auto kOptions = torch::optim::AdamWOptions(1e-3).weight_decay(0.1);
 
-// Checks three steps against torch's, with a parameter that does not fill the last vector.
+// Returns whether three steps equal those of torch, for a parameter whose numel is not a multiple of a vector's width.
 template <class Optimizer>
 bool is_right() {
   at::Tensor own = torch::linspace(-1, 1, 100003), expected = own.clone();
@@ -61,7 +61,7 @@ void host_adamw_revocable(benchmark::State& state) {
   };
   step();
   for (auto _ : state) step();
-  report(state, 32);  // 28 as below, and a copy of the old parameter
+  report(state, 32);  // the 28 bytes per element of step(), and 4 for a backup of the parameter
 }
 
 template <class Optimizer>
@@ -77,7 +77,7 @@ void step(benchmark::State& state, bool has_copy) {
   for (auto _ : state) optimizer.step();
   if (has_copy && !torch::equal(copy->values, parameter.detach().to(at::kBFloat16)))
     state.SkipWithError("the copy is not the rounded parameter");
-  report(state, has_copy ? 30 : 28);  // four read, three written, of 4 bytes each; 2 of the copy
+  report(state, has_copy ? 30 : 28);  // reads 4 and writes 3 values of 4 bytes; the copy has 2 bytes
 }
 
 void torch_adamw(benchmark::State& state) { step<torch::optim::AdamW>(state, false); }
@@ -90,7 +90,7 @@ std::string folder() {
   return chosen != nullptr ? chosen : std::filesystem::temp_directory_path().string();
 }
 
-// Writes and reads all blocks of 8 MiB, with the number of threads of the pager.
+// Writes and reads blocks of 8 MiB with as many threads as the pager, to measure the disk's bandwidth.
 void disk_by_itself(benchmark::State& state) {
   constexpr int64_t kBlock = 8 << 20, kBlocks = 48, kTargets = 16;
   tessera::internal::File file = tessera::internal::offload_file(folder());
@@ -125,7 +125,7 @@ void disk_by_itself(benchmark::State& state) {
   state.SetLabel(file.is_direct() ? "direct" : "through the page cache");
 }
 
-// 16 parameters of 8 MiB with their state, 384 MiB, through buffers of 128 MiB.
+// Steps 16 parameters of 8 MiB, with their state 384 MiB, through buffers of 128 MiB.
 void host_adamw_on_disk(benchmark::State& state) {
   constexpr int64_t kParameters = 16, kEach = 2 << 20;
   tessera::internal::DiskPager pager({.directory = folder(), .buffer_bytes = 128 << 20, .read_ahead = 4});
@@ -145,7 +145,7 @@ void host_adamw_on_disk(benchmark::State& state) {
   state.counters["moved_MB/s"] = benchmark::Counter(moved * 1e-6, benchmark::Counter::kIsRate);
 }
 
-// Backward sleeps here, like a host that waits for its device.
+// Sleeps in backward, to simulate a host that waits for its device.
 struct OnDevice : torch::autograd::Function<OnDevice> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, int64_t device_ms) {
     context->saved_data["ms"] = device_ms;
@@ -194,8 +194,8 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// Runs both kinds by turns, so that other load on the machine affects both. `max_norm` decides whether all steps clip,
-// or none. The arguments are the rows of a batch, and the milliseconds that the host is idle in a layer's backward.
+// Alternates waiting and speculative steps, so that other load on the machine affects both. With a small `max_norm`,
+// all steps clip. Arguments: rows of a batch, and milliseconds that the host sleeps in each layer's backward.
 void step_under_clipping(benchmark::State& state, double max_norm) {
   at::set_num_threads(1);
   tessera::run_ranks(1, [&](std::shared_ptr<tessera::Communicator> comm) {

@@ -1,10 +1,10 @@
 // Measures a step of each optimizer in each stage, and the bytes of its state. Ranks are threads of this process, with
-// one intra-operator thread each; the parameters are those of GPT blocks of width 384. Processor time is summed over
-// the ranks: the excess over world 1 is the cost of sharding.
+// one intra-operator thread each. The parameters are those of GPT blocks of width 384. Processor time is the sum over
+// ranks, so its excess over that of one rank is the cost of sharding.
 //
-// Target: Muon's processor time, and that of its matrix products (the Newton-Schulz iteration), is at most 1.1 of one
-// process. If every rank gathered every matrix, it would be N times as much. In stages 1 and 2 a step ends with the
-// exchange of parameters, which stage 3 does in forward and backward.
+// Target: Muon's processor time, and that of its matrix products (the Newton-Schulz iteration), is at most 1.1 times
+// that of one rank. If every rank gathered every matrix, it would be N times as much. In stages 1 and 2, a step ends
+// with the exchange of parameters, which stage 3 does in forward and backward.
 //
 //   optimizer_bench [part of an optimizer's name] [rounds]
 //
@@ -53,13 +53,13 @@ struct BlocksImpl : torch::nn::Module {
   BlocksImpl() {
     for (int i = 0; i < kBlocks; ++i) register_module("block" + std::to_string(i), std::make_shared<BlockImpl>());
   }
-  at::Tensor forward(at::Tensor x) { return x; }  // never called: the bench sets the gradients
+  at::Tensor forward(at::Tensor x) { return x; }  // never called, because give_gradients() sets the gradients
 };
 TORCH_MODULE(Blocks);
 
 double thread_cpu_ms() { return thread_processor_s() * 1e3; }
 
-// Processor time of all threads in matrix products. Only Muon has any.
+// Processor time of all threads in matrix products, which only Muon computes.
 std::atomic<double> products_ms = 0;
 struct ProductBegan : at::ObserverContext {
   double cpu_ms = thread_cpu_ms();
@@ -81,11 +81,11 @@ void watch_products() {
 }
 
 struct Figures {
-  double wall_ms = 0, cpu_ms = 0, products_ms = 0, bytes_per_parameter = 0;  // bytes: of the rank with the most
-  at::Tensor probe;                                                          // a parameter at the end
+  double wall_ms = 0, cpu_ms = 0, products_ms = 0, bytes_per_parameter = 0;  // bytes: maximum over ranks
+  at::Tensor probe;                                                          // a parameter after all steps
 };
 
-// This rank's model and optimizer, and a function that returns a parameter.
+// This rank's model and optimizer. probe() returns a parameter, to compare the layouts.
 struct Trained {
   std::shared_ptr<ModelShards> model;
   torch::optim::Optimizer* optimizer;
@@ -94,7 +94,7 @@ struct Trained {
 };
 using Make = std::function<Trained(Blocks, std::shared_ptr<Communicator>, int stage)>;
 
-// Sets gradients whose values are equal in every layout, whole or sharded.
+// Sets gradients. Their elements have the same values in every layout, because they depend only on the element's index.
 void give_gradients(const ModelShards& model) {
   for (const NamedShard& shard : model.named_shards()) {
     const at::Tensor gradient = torch::arange(shard.held.begin, shard.held.end).to(at::kFloat).mul(0.37).cos();
@@ -146,7 +146,7 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// Prints a line for each layout. Returns false if a layout does not train like one rank.
+// Prints a line for each layout. Returns false if a layout's probe() differs from that of one rank.
 bool report(const char* name, const Make& make, int rounds) {
   struct Column {
     std::vector<double> wall_ms, cpu_ms, products_ms, cpu_ratio, products_ratio;

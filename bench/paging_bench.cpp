@@ -1,8 +1,8 @@
 // Measures the overhead of paging for an operator. Cases: an ordinary tensor; a parameter whose unit is resident and
-// was used last (the usual case); two resident units by turns, where each use calls the runtime; tensors that are not
-// parameters, in a process that pages. Also measures a span of the timeline while tracing is off.
+// was used last (the usual case); two resident units in turn, where each use calls the runtime; tensors that are not
+// parameters, in a process that pages. Also measures a timeline span while tracing is off.
 //
-// Target: under 1 microsecond on a resident parameter, nothing for other tensors.
+// Target: an overhead below 1 microsecond for a resident parameter, and none for other tensors.
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
@@ -73,7 +73,7 @@ void linear(benchmark::State& state, torch::nn::Sequential& model) {
 void linear_ordinary(benchmark::State& state) { linear(state, Setup::instance().ordinary); }
 void linear_resident(benchmark::State& state) { linear(state, Setup::instance().sharded); }
 
-// The cost of a span while tracing is off.
+// Measures the cost of a span while tracing is off.
 void trace_span_unset(benchmark::State& state) {
   if (tessera::internal::Trace::active() != nullptr) return state.SkipWithError("TESSERA_TRACE is set");
   for (auto _ : state) {
@@ -82,7 +82,7 @@ void trace_span_unset(benchmark::State& state) {
   }
 }
 
-// Compare the medians of the repetitions.
+// The medians of the repetitions are the results to compare.
 BENCHMARK(ordinary_tensors)->Repetitions(9)->ReportAggregatesOnly();
 BENCHMARK(resident_parameter)->Repetitions(9)->ReportAggregatesOnly();
 BENCHMARK(two_units_in_turn)->Repetitions(9)->ReportAggregatesOnly();

@@ -2,13 +2,13 @@
 // + SDP and FSDP on thread ranks. Then predicts the same constructor and step from a dry run.
 //
 //   plan_time [--ranks 2] [--steps 20] [--rounds 3] [--quick] [--operators] [--speed speed.json] [--only "fsdp, gpt"]
-//   plan_time --speed speed.json --link 1Gbit [--latency 50us] --json   # under a launcher, a rank a host
+//   plan_time --speed speed.json --link 1Gbit [--latency 50us] --json   # under a launcher, one rank per host
 //   plan_time --scale                                                   # 70 billion parameters on 65,536 ranks
 //
-// Each round calibrates and trains, and its prediction uses its own calibration, so that a change in the machine's
-// speed affects both. The ratio is predicted / measured (median of the slowest rank), the median of the rounds: 1 is
-// exact, below 1 too fast. The second ratio is a rank thread's processor time, which depends less on other load. With
-// --speed, all predictions use that file, which is required for more ranks than cores.
+// Each round calibrates, predicts with this calibration, and trains, so that a change in the machine's speed affects
+// both times. The first ratio is predicted / measured time (the slowest rank's median): below 1, the prediction is too
+// fast. The second ratio is of processor times of a rank's thread, which depend less on other load. Ratios are medians
+// of rounds. With --speed, all predictions use that file. More ranks than cores require --speed.
 #include <sys/resource.h>
 #include <torch/torch.h>
 
@@ -66,8 +66,8 @@ struct Case {
 struct Measured {
   double median_s = 0;
   double least_s = 0;
-  double wait_s = 0;       // per step, of the rank that waited longest
-  double processor_s = 0;  // per step, mean over the ranks' threads
+  double wait_s = 0;       // time in waits per step, maximum over ranks
+  double processor_s = 0;  // processor time per step, mean over the ranks' threads
 };
 
 const char* name_of_stage(int stage) { return stage == 0 ? "ddp" : stage == 2 ? "sdp" : "fsdp"; }
@@ -94,7 +94,7 @@ void train(const Case& each, Model& model) {
   model.step();
 }
 
-// Measures on every rank; returns the slowest rank's figures.
+// Trains on every rank. Returns times of the slowest rank (see Measured), equal on all ranks. Collective.
 Measured measure_on(const std::shared_ptr<Communicator>& comm, const Case& each, const Options& options) {
   at::set_num_threads(1);
   auto model = make_model(each, comm);
@@ -134,7 +134,7 @@ StepTime predict(const Case& each, const Options& options, const MachineSpeed& s
   return predict_step(records, speed);
 }
 
-// Explains the error: prints predicted and recorded seconds of each kernel in a step, the largest differences first.
+// Prints the predicted and the recorded seconds of each kernel in a step, the largest difference first.
 void print_operators(const Case& each, const Options& options, const MachineSpeed& speed) {
   struct Seconds {
     double measured_s = 0, predicted_s = 0;
@@ -176,7 +176,7 @@ void print_operators(const Case& each, const Options& options, const MachineSpee
               exchanged.predicted_s * 1e3);
 }
 
-// The cases whose name contains `only`.
+// Returns the cases whose name contains `only`.
 std::vector<Case> cases(const std::string& only) {
   std::vector<Case> all;
   for (const char* model : {"gpt:layers=2,width=128,heads=4,vocab=512,sequence=64,batch=2",
@@ -228,7 +228,7 @@ void print_speed(const MachineSpeed& speed) {
       speed.tcp.latency_s * 1e6, speed.tcp.bytes_per_s * 1e-9);
 }
 
-// Ranks are threads of this process; calibration and training alternate.
+// Compares times on ranks that are threads of this process. Calibration and training alternate.
 void run(const Options& options) {
   if (options.json || !options.link.empty() || !options.latency.empty())
     throw std::invalid_argument("--json, --link and --latency are for ranks that a launcher starts");
@@ -270,7 +270,7 @@ void run(const Options& options) {
               processor_errors.back());
 }
 
-// One rank of a launcher, alone on its host.
+// Runs one rank of a launcher, which is alone on its host.
 void run_launched(const Options& options) {
   if (options.speed.empty()) throw std::invalid_argument("ranks that a launcher has started need --speed");
   const auto comm = init();
@@ -300,7 +300,7 @@ void run_launched(const Options& options) {
   std::printf("%s\n", result.dump().c_str());
 }
 
-// Measures the planner: one dry run of a rank.
+// Measures the planner's time for one dry run of one rank of a large training.
 void run_scale() {
   const auto model = planned_decoder(
       decoder_of("llama:layers=80,width=8192,heads=64,kv_heads=8,mlp=28672,vocab=128256,sequence=8192"));

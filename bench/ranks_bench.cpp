@@ -19,8 +19,8 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
-// A model with the same values on each rank. Ranks are threads that share torch's random generator, so values are
-// computed.
+// Returns a model with the same values on each rank. Does not draw them, because ranks are threads that share torch's
+// random generator.
 torch::nn::Sequential eight_layers() {
   torch::nn::Sequential model;
   for (int layer = 0; layer < 8; ++layer) model->push_back(torch::nn::Linear(64, 64));
@@ -30,7 +30,7 @@ torch::nn::Sequential eight_layers() {
   return model;
 }
 
-// One step with the same rows on each rank, so that the mean gradient equals that of one rank.
+// Runs one step with the same rows on each rank, so that the mean gradient equals that of one rank. Returns the loss.
 template <class Model>
 double train_step(Model& model, torch::optim::Optimizer& optimizer) {
   auto loss = model.forward(torch::ones({4, 64})).square().mean();
@@ -44,7 +44,7 @@ struct Seconds {
   double start = 0, step = 0, save = 0, loss = 0;
 };
 
-// The times of one world: rank 0's clock, between barriers.
+// Returns the times with `world` ranks, measured by rank 0 between barriers.
 Seconds measure(int world, int steps, const std::filesystem::path& folder) {
   Seconds seconds;
   const auto begin = Clock::now();
@@ -71,7 +71,7 @@ Seconds measure(int world, int steps, const std::filesystem::path& folder) {
   return seconds;
 }
 
-// The loss of the same training in one process.
+// Returns the loss of the same training in one process.
 double reference(int steps) {
   auto model = eight_layers();
   torch::optim::SGD optimizer(model->parameters(), 0.01);

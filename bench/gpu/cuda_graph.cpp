@@ -49,9 +49,9 @@ bool replays_what_it_computes(const Shape& shape, at::Device device) {
   auto compute = [&] { return torch::autograd::grad({part->forward(x).square().mean()}, parameters); };
 
   const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index());
-  c10::cuda::device_synchronize();  // x and the parameters were made on another stream
+  c10::cuda::device_synchronize();  // another stream has initialized x and the parameters
   const c10::cuda::CUDAStreamGuard on(stream);
-  for (int i = 0; i < kWarmUp; ++i) compute();  // libraries allocate their workspaces
+  for (int i = 0; i < kWarmUp; ++i) compute();  // libraries allocate their workspaces before the capture
   stream.synchronize();
   at::cuda::CUDAGraph graph;
   graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);

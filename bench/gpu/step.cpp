@@ -32,7 +32,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr double kLargestNorm = 100;  // as in peers.py: clips no step, and StepInBackward repeats none
+constexpr double kLargestNorm = 100;  // as in peers.py; so large that no step is clipped or repeated
 
 class Settings {
  public:
@@ -69,8 +69,8 @@ class Settings {
   std::map<std::string, std::string> values_;
 };
 
-// Fills large tensors for at::uniform_() and at::normal_(), with a standard deviation as that of a uniform
-// distribution. libtorch draws billions of values on one thread, which takes longer than the steps.
+// Replaces at::uniform_() and at::normal_() for large tensors by hashes of the index, uniform in [from, to). libtorch
+// draws random values on one thread. For billions of values, this takes longer than the steps.
 at::Tensor& fill(at::Tensor& self, double from, double to) {
   if (self.scalar_type() != at::kFloat || !self.is_contiguous()) {
     at::Tensor values = at::empty(self.sizes(), self.options().dtype(at::kFloat));
@@ -106,15 +106,15 @@ double milliseconds_since(Clock::time_point began) {
   return std::chrono::duration<double, std::milli>(Clock::now() - began).count();
 }
 
-// The means over `steps`, after a warm-up.
+// Results of measure(). Times are means over steps after a warm-up.
 struct Measured {
   double step_ms = 0;
-  double host_ms = 0;  // until the host has started all work of a step that begins with an idle device
-  // Device memory of tensors, or with captured all that the allocator holds, which does not count a graph's tensors. 0
-  // on CPUs.
+  double host_ms = 0;  // time in which the host launches a step that begins on an idle device
+  // Peak device memory of tensors. With `captured`, the peak of the allocator's reserved memory, because the allocator
+  // does not count the tensors of a graph. 0 on CPUs.
   int64_t peak_bytes = 0;
   double suggested_fraction = 0;  // with in_backward: StepInBackward::suggested_device_fraction()
-  int64_t times_taken_back = 0;   // with in_backward: of all steps, warm-up included
+  int64_t times_taken_back = 0;   // with in_backward: number of steps that were undone, including warm-up
 };
 
 // Writes a profile of two steps, which chrome://tracing shows: the operators of the host and the kernels of the device.
@@ -156,7 +156,7 @@ Measured measure(const Settings& settings, at::Device device, const std::functio
   return measured;
 }
 
-// The rate that the card reaches at best, in a product of large matrices: operations a second.
+// Returns the highest rate of the GPU in operations per second, measured in products of large matrices.
 double matmul_rate(const Settings& settings, at::Device device) {
   const int64_t width = settings.number("width");
   const auto options = at::TensorOptions().dtype(at::kBFloat16).device(device);
@@ -166,7 +166,7 @@ double matmul_rate(const Settings& settings, at::Device device) {
   return 2.0 * static_cast<double>(width * width * width) / (measured.step_ms / 1e3);
 }
 
-// A model and its batch: the loss of a forward.
+// A GPT and its batch. Computes the loss of a forward.
 struct GptLoss {
   explicit GptLoss(const Settings& settings)
       : model(train_gpt::GptOptions{.vocabulary = settings.number("vocabulary"),
@@ -187,8 +187,8 @@ struct GptLoss {
   at::Tensor inputs;
 };
 
-// Layers in a row: a chain of equal ones, or a small network, whose step is mostly the host's launches. It has `width`
-// inputs, half as many hidden values, and 10 outputs.
+// A chain of linear layers of equal width, or a small network whose step is mostly the host's launches. The small one
+// has `width` inputs, half as many hidden values, and 10 outputs.
 struct LayersLoss {
   explicit LayersLoss(const Settings& settings) {
     const int64_t width = settings.number("width");

@@ -1,13 +1,13 @@
-// The step of a double-precision MLP in the ranks of an MPI program, trained in three ways:
+// Measures the step of a double-precision MLP in the ranks of an MPI program, trained in three ways:
 //
 //   moose      as MOOSE's LibtorchArtificialNeuralNetTrainer: after backward one blocking MPI_Allreduce per parameter
 //   torchfort  as TorchFort: after backward all gradients are reduced at once, without overlap
 //   tessera    DistributedDataParallel over communicator_from_mpi(), with the fused Adam
 //
-// The first two are written here after those programs, with torch::optim::Adam as they use it. All three must reach the
-// same parameters. A fourth one, `bound`, exchanges nothing: it is forward, backward, the fused Adam and one
-// MPI_Barrier, so no exchange of gradients can take less time. The ways take turns, block by block, so that other work
-// on the machine affects all of them.
+// The first two are reimplementations of those programs' steps, with torch::optim::Adam as they use it. All three must
+// compute the same parameters. A fourth way, `bound`, is a lower bound without an exchange of gradients: forward,
+// backward, the fused Adam and one MPI_Barrier. The ways take turns, block by block, so that other work on the machine
+// affects all of them.
 //
 //   mpirun -n 4 guest_bench [WIDTH] [LAYERS] [BATCH] [ROUNDS]
 #include <tessera/mpi.h>
@@ -67,7 +67,7 @@ struct Way {
   const char* name;
   torch::nn::Sequential model;
   std::function<void()> step;
-  std::vector<double> seconds;  // of a step, by block
+  std::vector<double> seconds;  // mean time of a step in each block
 };
 
 int run(int width, int layers, int batch, int rounds) {
@@ -124,7 +124,7 @@ int run(int width, int layers, int batch, int rounds) {
       const double began = MPI_Wtime();
       for (int step = 0; step < kStepsOfBlock; ++step) way.step();
       MPI_Barrier(MPI_COMM_WORLD);
-      if (round > 0) way.seconds.push_back((MPI_Wtime() - began) / kStepsOfBlock);  // the first one warms up
+      if (round > 0) way.seconds.push_back((MPI_Wtime() - began) / kStepsOfBlock);  // round 0 is a warm-up
     }
   for (size_t way = 0; way < exchanging; ++way)
     for (size_t i = 0; i < model->parameters().size(); ++i)

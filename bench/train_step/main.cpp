@@ -1,4 +1,4 @@
-// Measures one training step under each wrapper: time, memory of a rank, bytes sent. Rank 0 prints one line a run;
+// Measures a training step under a wrapper: time, memory of a rank, and bytes sent. Rank 0 prints one line per run.
 // measure.h describes the fields.
 //
 //   train_step --model gpt --wrapper fsdp --ranks 2 --json

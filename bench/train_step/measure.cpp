@@ -72,8 +72,8 @@ nlohmann::ordered_json settings(const Options& options, int ranks) {
   return line;
 }
 
-// Loads into memory the code, mostly libtorch's, that the first step needs, so that it is not counted as growth. Peers
-// do the same (bench/compare/peer.py).
+// Runs a tiny step, which loads code (mostly libtorch's) into memory, so that this code is not counted as growth. The
+// compared programs do the same (bench/compare/peer.py).
 void load_code() {
   torch::nn::Linear tiny(4, 4);
   tessera::Adam adam(tiny->parameters(), torch::optim::AdamOptions(1e-3));
@@ -91,7 +91,7 @@ struct Spent {
 };
 
 struct Steps {
-  std::vector<double> losses;  // of all steps, warm-up included
+  std::vector<double> losses;  // losses of all steps, including warm-up
   std::vector<double> step_s;
   Spent before, after;
 };
@@ -124,7 +124,7 @@ double cpu_seconds() {
 }
 
 nlohmann::ordered_json measure(const Options& options, const std::shared_ptr<tessera::Communicator>& comm) {
-  comm->barrier("the start");  // opens the connections before memory is measured
+  comm->barrier("the start");  // opens connections, which use memory, before memory is measured
   load_code();
   const auto rss_before = static_cast<double>(resident_bytes("VmRSS:"));
   const Batch batch = make_batch(options, comm->rank());

@@ -8,7 +8,7 @@
 namespace train_step {
 namespace {
 
-constexpr int64_t kDataStream = 1 << 20;  // streams from here on are data, lower ones parameters
+constexpr int64_t kDataStream = 1 << 20;  // hashed() streams from this number on are data, lower ones are parameters
 
 class GptModelImpl : public ModelImpl {
  public:
@@ -79,7 +79,7 @@ at::Tensor values(at::IntArrayRef sizes, int64_t stream, double scale) {
   return tensor;
 }
 
-// Integers from 0 to `count` - 1.
+// Returns hashed integers from 0 to `count` - 1.
 at::Tensor choices(at::IntArrayRef sizes, int64_t stream, int64_t count) {
   const auto tensor = torch::empty(sizes, torch::kInt64);
   auto* element = tensor.mutable_data_ptr<int64_t>();
@@ -110,7 +110,7 @@ void set_values(const Options& options, const std::vector<tessera::NamedShard>& 
   const torch::NoGradGuard no_grad;
   int64_t stream = 0;
   for (const tessera::NamedShard& shard : shards) {
-    // Matrices keep the variance of activations; scales of norms are near 1; biases are small.
+    // Matrices preserve the variance of activations. Scales of norms are near 1, and biases are small.
     const bool is_matrix = shard.sizes.size() == 2;
     const double scale =
         is_matrix ? std::sqrt((options.model == "deep" ? 6.0 : 3.0) / static_cast<double>(shard.sizes[1])) : 0.02;

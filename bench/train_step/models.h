@@ -11,7 +11,7 @@
 
 namespace train_step {
 
-// A model with its loss: maps [batch, ...] and targets to a scalar. One type for all models needs one type of wrapper.
+// A model with its loss: maps inputs and targets to a scalar. All models have this type, so each wrapper is one type.
 class ModelImpl : public torch::nn::Module {
  public:
   virtual at::Tensor forward(const at::Tensor& inputs, const at::Tensor& targets) = 0;
@@ -22,21 +22,21 @@ struct Batch {
   at::Tensor inputs, targets;
 };
 
-// Builds the model with torch's initial values; call set_values() next. May be called in deferred().
+// Builds the model with torch's initial values, which set_values() must replace. May be called in deferred().
 Model make_model(const Options& options);
 
-// Sets every parameter to a function of (its position in the module, index of the element), which
-// bench/compare/models.py implements too. Both programs start from equal values, whatever their generators. Writes only
-// this rank's shards.
+// Sets the elements of this rank's shards to hashes of the parameter's position in the module and the element's index.
+// bench/compare/models.py computes the same values. So both programs start with equal parameters, although their random
+// generators differ.
 void set_values(const Options& options, const std::vector<tessera::NamedShard>& shards);
 
-// This rank's data, by the same function; equal in each step.
+// Returns the batch of `rank`, which also consists of hashes. Is the same in each step.
 Batch make_batch(const Options& options, int rank);
 
-// The units, as in Python's programs: a block of gpt, --unit of an archive, each linear layer of the other models.
+// Returns the units, as in bench/compare: blocks for gpt, --unit for an archive, linear layers for the other models.
 tessera::WrapPolicy units_of(const Options& options);
 
-// Element `index` of stream `stream`: a number in [-1, 1), from an integer hash.
+// Returns a number in [-1, 1): an integer hash of `stream` and `index`.
 double hashed(int64_t stream, int64_t index);
 
 }  // namespace train_step

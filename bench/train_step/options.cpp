@@ -22,7 +22,7 @@ void check_least(const char* flag, int64_t value, int64_t least) {
                     std::to_string(value));
 }
 
-// The sizes of docs/benchmarks.md.
+// Replaces sizes of 0 by those of docs/benchmarks.md.
 void fill_in(Options& options) {
   struct Sizes {
     const char* model;
@@ -99,7 +99,7 @@ std::optional<Options> parse(int argc, char** argv) {
       "json", po::bool_switch(&options.json), "one line of JSON instead of text");
   po::variables_map values;
   std::vector<std::string> arguments(argv + 1, argv + argc);
-  for (auto& argument : arguments)  // Boost allows one long name per option
+  for (auto& argument : arguments)  // --count is a second name of --layers, for which Boost has no feature
     if (argument == "--count" || argument.starts_with("--count=")) argument.replace(0, 7, "--layers");
   po::store(po::command_line_parser(arguments).options(all).run(), values);
   po::notify(values);

@@ -20,7 +20,7 @@ double sum_of(const torch::OrderedDict<std::string, at::Tensor>& tensors) {
   return sum;
 }
 
-// No wrapper: the baseline.
+// The baseline: trains without a wrapper.
 class Local : public Trainer {
  public:
   explicit Local(const Options& options) : model_(make_model(options)) {
@@ -106,7 +106,7 @@ tessera::ZeroOptions zero_options(const Options& options) {
 
 std::unique_ptr<Trainer> make_trainer(const Options& options, const std::shared_ptr<tessera::Communicator>& comm) {
   std::unique_ptr<Trainer> trainer;
-  torch::manual_seed(0);  // ranks start with equal values
+  torch::manual_seed(0);  // gives all ranks equal initial values
   const auto model = [&] { return make_model(options); };
   if (options.wrapper == "local") {
     trainer = std::make_unique<Local>(options);

@@ -20,14 +20,14 @@ class Trainer {
   virtual void zero_grad() = 0;
   virtual tessera::MemoryReport memory() const = 0;
   virtual std::vector<tessera::NamedShard> shards() const = 0;
-  // Bytes of this rank's optimizer state.
+  // Returns the bytes of this rank's optimizer state.
   virtual int64_t optimizer_bytes() = 0;
-  // The sum of all parameters, in double, in the module's order: equal parameters give equal sums. Collective, but for
-  // the wrapper "local". Takes the memory of the whole model.
+  // Returns the sum of all parameters, in double and in the module's order, so that equal parameters give equal sums.
+  // Collective, except for the wrapper "local". Allocates memory for the whole model.
   virtual double parameter_sum() = 0;
 };
 
-// Builds the model with the values of set_values(). Collective, but for the wrapper "local".
+// Builds a model, sets its values by set_values(), and wraps it. Collective, except for the wrapper "local".
 std::unique_ptr<Trainer> make_trainer(const Options& options, const std::shared_ptr<tessera::Communicator>& comm);
 
 }  // namespace train_step
