@@ -24,7 +24,7 @@ using namespace tessera::internal;
 
 namespace {
 
-// Called before the measurements, which take a minute.
+// Throws unless `file` can be written. Called before the measurements, which take a minute.
 void require_writable(const std::filesystem::path& file) {
   const auto written = std::filesystem::exists(file) ? file : std::filesystem::absolute(file).parent_path();
   if (::access(written.c_str(), W_OK) != 0)
@@ -63,7 +63,7 @@ int calibrate_between_hosts(const Arguments& arguments, const CalibrationOptions
 
 int calibrate(const Arguments& arguments) {
   const std::filesystem::path& file = arguments.out;
-  constexpr int kMostThreadsOfACore = 4;  // more measure the scheduler
+  constexpr int kMostThreadsOfACore = 4;  // with more threads, times are mostly those of the scheduler
   const int most = kMostThreadsOfACore * available_cores();
   const int ranks = arguments.ranks.value_or(2);
   require_range("ranks", ranks, 1, most);
@@ -102,8 +102,8 @@ int calibrate(const Arguments& arguments) {
 
 namespace {
 
-// Options replace the numbers of a speed file. On one host, --link is the link within it. With several, --link is the
-// link between hosts, and also within a host if neither the file nor --host-link gives that.
+// Replaces the speeds of links by those of the options. On one host, --link is the link within it. With several hosts,
+// --link is the link between hosts, and also within a host if neither the speed file nor --host-link gives that speed.
 void set_links(MachineSpeed& speed, const SpeedArguments& given, const Machines& machines) {
   const auto set = [](LinkSpeed& link, const std::string& host, const std::string& bytes, const std::string& latency) {
     if (!bytes.empty()) link = {link.latency_s, parse_option(host + "link", bytes, bytes_per_s_of_text), 0};
@@ -154,7 +154,7 @@ KnownSpeed speed_of(const Arguments& arguments, Machines& machines) {
     speed.work = {}, speed.work_16bit = {}, speed.cores = 0;
     speed.work[static_cast<size_t>(WorkClass::kMemory)] = memory;
   }
-  // Speeds of single operators would override the given values.
+  // Removes the speeds of single operators, which would override the given values.
   if (!given.flops.empty() || !given.flops_fp32.empty() || !given.bandwidth.empty()) speed.operators.clear();
   if (!given.flops.empty() && given.bandwidth.empty() && given.gpu.empty())
     throw std::invalid_argument("--flops without --memory-bandwidth: operators without FLOP would take no time");

@@ -28,7 +28,7 @@ using namespace tessera::internal;
 
 namespace {
 
-// A folder of checkpoints means its newest one.
+// Returns the newest checkpoint if `path` is a folder of checkpoints, otherwise `path`.
 fs::path resolve(const fs::path& path) {
   std::error_code ignored;
   if (is_checkpoint(path) || fs::is_regular_file(path, ignored)) return path;
@@ -39,7 +39,7 @@ fs::path resolve(const fs::path& path) {
   return *latest;
 }
 
-// For an existing path that is not a checkpoint, names the commands that accept it.
+// Returns resolve(path). If it exists but is not a checkpoint, throws an error that names the commands that accept it.
 fs::path checkpoint_of(const fs::path& path) {
   const fs::path found = resolve(path);
   std::error_code ignored;
@@ -52,8 +52,8 @@ fs::path checkpoint_of(const fs::path& path) {
   return found;
 }
 
-// Runs `act` on checkpoints that running jobs may replace or remove. Protects each checkpoint from removal, and reads a
-// replaced one where it was moved to. `choose` is resolve() or checkpoint_of().
+// Runs `act` on checkpoints that running jobs may replace or remove. Protects each checkpoint from removal. If one was
+// replaced, reads it at its new path. `choose` is resolve() or checkpoint_of().
 void read_beside_jobs(const std::vector<fs::path>& given, fs::path (*choose)(const fs::path&),
                       const std::function<void(const std::vector<fs::path>&, std::list<ReadLock>&)>& act) {
   constexpr int kMostAttempts = 20;
@@ -107,9 +107,9 @@ json inspect_json(const SavedTensors& saved, const Manifest* manifest) {
   return result;
 }
 
-// Prints names as a tree, common parts once.
+// Prints tensors as a tree, in which common parts of names occur once.
 void print_tree(const SavedTensors& saved, bool slices) {
-  std::vector<std::string> open;  // the parts of the name above the line
+  std::vector<std::string> open;  // parts of the name that earlier lines have printed
   for (const auto& [name, tensor] : saved.tensors) {
     std::vector<std::string> parts;
     size_t begin = 0;
@@ -139,7 +139,7 @@ void print_tree(const SavedTensors& saved, bool slices) {
 void inspect_one(const Arguments& arguments, const fs::path& path) {
   std::optional<Manifest> manifest;
   if (is_checkpoint(path)) manifest = read_manifest(path);
-  // The place of each slice is in the ranks' own files.
+  // Only the files of the ranks contain the place of each slice.
   const bool lists = arguments.json || arguments.slices;
   const SavedTensors saved = !manifest ? find_tensors(path)
                              : lists   ? with_every_slice(manifest->saved)

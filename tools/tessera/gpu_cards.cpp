@@ -12,8 +12,8 @@ namespace {
 // Sources, all by NVIDIA: "V100 Tensor Core GPU" (2020; SXM2, fp16), "A100 80GB" and "A100 40GB Tensor Core GPU" (2021;
 // SXM4), "A10 Tensor Core GPU" (2021), "Ada GPU Architecture" (2022; RTX 4090), "H100 Tensor Core GPU" (2023; SXM5, and
 // PCIe for h100-pcie), "L4" and "L40S Tensor Core GPU" (2023), "H200 Tensor Core GPU" (2023; SXM), "DGX B200" (2024; an
-// eighth of the system). Data sheets that state speeds with sparsity are halved. NVLink is stated for both directions
-// together and is halved too; cards without NVLink have PCIe Gen4 x16, or Gen5 for h100-pcie.
+// eighth of the system). Speeds that are stated with sparsity are halved. NVLink's speed is stated for both directions
+// together, and is also halved. Cards without NVLink have PCIe Gen4 x16, or Gen5 for h100-pcie.
 constexpr double kGen4 = 32e9, kGen5 = 64e9;
 constexpr std::array<GpuCard, 12> kCards = {{
     {"a10", 125e12, 31.2e12, 600e9, 24e9, kGen4},

@@ -21,8 +21,8 @@ struct Command {
   std::string name;  // one word or two
   std::string arguments;
   std::string what;
-  size_t paths;                      // the minimum, if its arguments end in "..."
-  std::vector<std::string> options;  // besides the common ones
+  size_t paths;                      // number of paths; the minimum number if `arguments` ends in "..."
+  std::vector<std::string> options;  // names of the command's options, without those of all commands
   int (*run)(const Arguments&);
 
   bool has(const std::string& option) const {
@@ -91,7 +91,7 @@ const Command& command_of(const std::string& name) {
   throw po::error("there is no command '" + name + "'; `tessera --help` lists them");
 }
 
-// Removes the command from the words.
+// Removes the command's one or two words from the beginning of `words`. Returns the command's name.
 std::string take_command(std::vector<std::string>& words) {
   std::string name = words[0];
   words.erase(words.begin());
@@ -108,7 +108,7 @@ bool is_for_all(const std::string& option) {
   return std::none_of(commands().begin(), commands().end(), [&](const Command& each) { return each.has(option); });
 }
 
-// "`tessera reshard` and `tessera calibrate`"
+// Returns the commands with this option, for example "`tessera reshard` and `tessera calibrate`".
 std::string commands_with(const std::string& option) {
   std::string text;
   for (const auto& command : commands())
@@ -127,7 +127,7 @@ void print_commands() {
   std::cout << "\n`tessera help COMMAND` lists the options of a command.\n";
 }
 
-// Prints the help of one command, or of all if the name is empty.
+// Prints the help of one command, or of all commands if `name` is empty.
 void print_help(const std::string& name, const po::options_description& options) {
   po::options_description shown("Options");
   std::vector<const Command*> about;  // "trace": all commands with this first word
@@ -275,7 +275,7 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   try {
     const int code = run(argc, argv);
-    // Lost output is an error, for example on a full disk.
+    // Throws if output was lost, for example on a full disk.
     std::cout.flush();
     if (!std::cout || std::fflush(stdout) != 0 || std::ferror(stdout) != 0)
       throw std::runtime_error("standard output could not be written");

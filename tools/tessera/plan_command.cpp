@@ -85,7 +85,7 @@ void write_page(const std::string& path, const std::string& page) {
     throw std::runtime_error("cannot write " + path + ": " + std::generic_category().message(errno));
 }
 
-// The number of best plans of a search that are printed.
+// Maximum number of plans that are printed after a search.
 constexpr size_t kShown = 20;
 
 void draw(const Arguments& arguments, const PlannedModel& model, const PlannedTraining& plan, const Machines& machines,
@@ -141,7 +141,7 @@ int plan(const Arguments& arguments) {
   if (arguments.draw && (*arguments.draw < 1 || *arguments.draw > std::ssize(plans)))
     throw std::invalid_argument("--draw is " + std::to_string(*arguments.draw) +
                                 ", expected a line of the table, 1 to " + std::to_string(plans.size()));
-  // If no plan fits, this is the smallest one.
+  // The best plan; the one with the smallest peak if no plan fits.
   const int first = arguments.draw ? *arguments.draw - 1 : by_preference(plans, machines).front();
   if (!arguments.html.empty()) draw(arguments, *model, plans[static_cast<size_t>(first)], machines, notes);
   if (!arguments.json) {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-// A progress line on standard error, redrawn as bytes are processed; silent unless that is a terminal.
+// A progress line on standard error that is redrawn as bytes are processed. Prints nothing if that is not a terminal.
 class ProgressBar {
  public:
   ProgressBar(std::string doing, int64_t total_bytes);
@@ -21,5 +21,5 @@ class ProgressBar {
   std::chrono::steady_clock::time_point drawn_;
 };
 
-// "1.5 GiB"
+// Returns a text like "1.5 GiB".
 std::string human_bytes(int64_t bytes);
