@@ -22,7 +22,7 @@ namespace tessera::testing {
 class ChildProcess {
  public:
   using Environment = std::map<std::string, std::string>;
-  // A program that takes longer counts as hung. A busy machine needs 60 s for programs of 10 s.
+  // Time after which a program counts as hung. On a busy machine, programs of 10 s take 60 s.
   static constexpr std::chrono::seconds kHangs{180};
 
   explicit ChildProcess(const std::vector<std::string>& command, const Environment& environment = {}) {

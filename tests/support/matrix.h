@@ -7,8 +7,8 @@
 
 namespace tessera::testing_support {
 
-// Whether to test every product of worlds, options and models: `make matrix`, which sets TESSERA_TEST_MATRIX=full.
-// Otherwise each test covers each value of each axis, but not all combinations.
+// Returns whether to test all combinations of worlds, options and models: if TESSERA_TEST_MATRIX=full, which
+// `make matrix` sets. Otherwise, tests cover each value of each axis, but not all combinations.
 inline bool has_full_matrix() {
   const char* text = std::getenv("TESSERA_TEST_MATRIX");
   if (text == nullptr || std::string(text) == "short") return false;

@@ -29,7 +29,7 @@ RandomNetImpl::Step RandomNetImpl::draw_branch(torch::nn::Module& parent, int de
         for (const auto& step : steps) x = x + 0.5 * step(x);
         return x;
       };
-    case 1:  // everything twice
+    case 1:  // runs all steps twice
       return [steps](at::Tensor x) {
         for (int round = 0; round < 2; ++round)
           for (const auto& step : steps) x = step(x);
@@ -105,7 +105,7 @@ RandomNetImpl::Step RandomNetImpl::draw_leaf(torch::nn::Module& parent) {
           parent.register_module(name(), tied);
           return [tied](at::Tensor x) mutable { return torch::tanh(tied(x)); };
         }
-        // another module's weight, transposed, with its own bias
+        // ties only the weight of another module, with a new bias
         auto bias = parent.register_parameter(name(), torch::zeros({kWidth}));
         parent.register_parameter(name(), tied->weight);
         return [tied, bias](at::Tensor x) { return torch::tanh(torch::matmul(x, tied->weight) + bias); };

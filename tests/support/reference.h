@@ -23,22 +23,21 @@ using namespace internal;
 inline thread_local at::Device rank_device = at::kCPU;
 using RankBody = std::function<void(std::shared_ptr<Communicator>)>;
 inline void (*run_ranks_on_devices)(int world, const RankBody& body) = nullptr;
-// Returns `fewer` if on_ranks() uses devices, where `all` takes long, and the full matrix is not requested; otherwise
-// `all`.
+// Returns `fewer` if on_ranks() uses devices, where tests are slow. Otherwise, and for the full matrix, returns `all`.
 template <class T>
 T fewer_on_devices(T all, T fewer) {
   return run_ranks_on_devices != nullptr && !has_full_matrix() ? std::move(fewer) : std::move(all);
 }
 
-// On GPUs (TESSERA_TEST_GPU), NCCL and kernels add in other orders: ranks and a reference agree to rounding, elsewhere
-// bit for bit.
+// Whether ranks and a reference add in different orders, so that results may differ by rounding: true on GPUs
+// (TESSERA_TEST_GPU), with NCCL and CUDA kernels. Elsewhere, results are bitwise equal.
 inline bool adds_in_other_orders = false;
 inline bool same_values(const at::Tensor& own, const at::Tensor& expected) {
   return adds_in_other_orders ? own.sizes() == expected.sizes() && torch::allclose(own, expected, 1e-4, 1e-4)
                               : torch::equal(own, expected);
 }
-// Returns Adam's epsilon. Adam's first steps have full length even for a gradient of pure rounding error (e.g. of
-// attention's key bias). If rounding differs, a larger epsilon shortens them.
+// Returns an epsilon for Adam. With a small one, Adam's first steps have full length even for a gradient of pure
+// rounding error, such as attention's key bias. If rounding differs, a larger epsilon shortens these steps.
 inline double adam_eps() { return adds_in_other_orders ? 1e-2 : 1e-8; }
 
 // Moves a tensor, a list of tensors or a holder's module to the rank's device. Returns other types unchanged.
@@ -55,9 +54,9 @@ What on_rank_device(What what) {
   return what;
 }
 
-// Calls draw() with the seed. Ranks are threads and share torch's default generator, so one at a time seeds it and
-// draws, on the CPU. Moves the result to the rank's device without the lock: a copy waits for the device, which may
-// wait for other ranks.
+// Seeds torch's default generator, and returns draw(), moved to the rank's device. Ranks are threads that share the
+// generator, so a lock serializes draws, which run on the CPU. Moves the result without the lock, because a copy waits
+// for the device, which may wait for other ranks.
 inline std::mutex generator_mutex;
 template <class Draw>
 auto seeded(uint64_t seed, Draw draw) {
@@ -70,7 +69,7 @@ auto seeded(uint64_t seed, Draw draw) {
   return on_rank_device(std::move(drawn));
 }
 
-// run_ranks() with one intra-operator thread for each rank, so that results do not depend on the machine.
+// Runs run_ranks() with one intra-operator thread per rank, so that results do not depend on the machine.
 inline void on_ranks(int world, const RankBody& body) {
   auto run = [&](std::shared_ptr<Communicator> comm) {
     at::set_num_threads(1);
@@ -92,7 +91,7 @@ inline std::vector<at::Tensor> unique_parameters(const torch::nn::Module& module
   return unique;
 }
 
-// Steps two optimizers, after `backward` has set the gradients of both.
+// Steps two optimizers, after backward() has set the gradients of both.
 template <class Backward>
 void step_both(torch::optim::Optimizer& sharded, torch::optim::Optimizer& whole, Backward backward) {
   sharded.zero_grad();
@@ -102,9 +101,9 @@ void step_both(torch::optim::Optimizer& sharded, torch::optim::Optimizer& whole,
   whole.step();
 }
 
-// The specification of data-parallel training: one process computes the parts of the batch in order, adds gradients in
-// rank order and divides by the number of parts. A parameter that no part uses has no gradient; in a part that does not
-// use it, its gradient counts as 0.
+// Specifies data-parallel training: one process computes the parts of the batch in order, adds gradients in rank order,
+// and divides them by the number of parts. If only some parts use a parameter, its gradients of the others are 0. If no
+// part uses it, its gradient is unchanged.
 template <class Model, class Loss>
 void reference_backward(Model& model, int world, Loss loss_of_part) {
   auto parameters = unique_parameters(*model);
@@ -162,12 +161,12 @@ auto call(Net& net, Args&&... args) {
   }
 }
 
-// Returns the message of the exception that a call throws, "" if none.
+// Returns the message of the `Error` that `call` throws, or "" if it throws no exception.
 template <class Error, class Call>
 std::string error_of(Call call) {
   try {
     call();
-  } catch (const testing::AssertionException&) {  // GoogleTest's own, e.g. to skip the test
+  } catch (const testing::AssertionException&) {  // thrown by GoogleTest, for example to skip the test
     throw;
   } catch (const Error& error) {
     return error.what();

@@ -18,7 +18,7 @@ inline std::string file_bytes(const std::filesystem::path& path) {
   return std::move(text).str();
 }
 
-// A clone without git-lfs has such texts in the place of large files.
+// The content of a large file in a clone that was made without git-lfs, and the error that names this problem.
 inline const std::string kLfsPointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n";
 inline const std::string kLfsProblem = "is a pointer of Git LFS, not the file itself: fetch it by `git lfs pull`";
 

@@ -1,5 +1,5 @@
-// Linked into every test program: fills new tensors with NaN or the largest value. So reads of unwritten memory fail,
-// in every run. Leftover memory is often zero or has an earlier run's correct values.
+// Fills new tensors with NaN or the largest value, in every test program. So tests that read unwritten memory fail.
+// Otherwise, such memory often contains zeros, or the correct values of an earlier tensor.
 #include <ATen/Context.h>
 
 namespace tessera::testing_support {

@@ -29,7 +29,7 @@ class SimulatedGroup {
   using Inputs = std::vector<std::vector<at::Tensor>>;
   explicit SimulatedGroup(int size) : size_(size), aborted_(size, false), ended_(size, false) {}
 
-  // Joins the ranks that share a store.
+  // Returns the group of all ranks that share this store.
   static std::shared_ptr<SimulatedGroup> join(const c10::intrusive_ptr<c10d::Store>& shared, int rank, int size) {
     if (groups_span_processes) {
       auto group = std::make_shared<SimulatedGroup>(size);
@@ -54,7 +54,7 @@ class SimulatedGroup {
     return group;
   }
 
-  // Returns all ranks' inputs of the collective once all have arrived; nullopt if this rank aborts.
+  // Blocks until all ranks have arrived. Returns the inputs of all ranks, or nullopt if this rank aborts.
   std::optional<Inputs> meet(uint64_t sequence, int rank, const std::string& what, std::vector<at::Tensor> inputs) {
     if (store_) return meet_by_store(sequence, rank, what, inputs);
     std::unique_lock lock(mutex_);
@@ -74,9 +74,9 @@ class SimulatedGroup {
     return aborted_[rank] ? std::nullopt : std::optional(collective.inputs);
   }
 
-  // Returns false if this rank aborts.
+  // Blocks until all ranks have read the inputs. Returns false if this rank aborts.
   bool all_have_read(uint64_t sequence, int rank) {
-    if (store_) return !is_aborted(rank);  // each rank has copies
+    if (store_) return !is_aborted(rank);  // each rank has its own copies of the inputs
     std::unique_lock lock(mutex_);
     Collective& collective = collectives_.at(sequence);
     ++collective.read;
@@ -115,12 +115,12 @@ class SimulatedGroup {
     Inputs inputs;
   };
 
-  // Sends this rank's inputs to the other processes as bytes. Without an answer of all, blocks until abort().
+  // Exchanges inputs with the other processes as bytes. If a rank does not answer, blocks until abort().
   std::optional<Inputs> meet_by_store(uint64_t sequence, int rank, const std::string& what,
                                       const std::vector<at::Tensor>& inputs) {
     const auto key = [](uint64_t of, int from) { return c10::str("simulated nccl ", of, " of rank ", from); };
     try {
-      std::vector<at::Tensor> copies;  // saved without the rest of their storages
+      std::vector<at::Tensor> copies;  // cloned, because pickle_save() would save whole storages
       for (const at::Tensor& input : inputs) copies.push_back(input.clone());
       const std::vector<char> bytes = torch::pickle_save(c10::IValue(std::make_tuple(what, copies)));
       store_->set(key(sequence, rank), std::vector<uint8_t>(bytes.begin(), bytes.end()));
@@ -138,7 +138,7 @@ class SimulatedGroup {
       }
       if (sequence > 0) store_->deleteKey(key(sequence - 1, rank));  // all ranks have read it
       return all;
-    } catch (const std::exception&) {  // the store is gone, or the collectives differ: NCCL would hang
+    } catch (const std::exception&) {  // the store has ended, or the collectives differ; hangs, as NCCL would
       wait_for_abort(rank);
       return std::nullopt;
     }
@@ -154,13 +154,13 @@ class SimulatedGroup {
 
 namespace {
 
-// Tensors of collectives without a wait(). c10d keeps these tensors until the collectives are over.
+// Owns the tensors of collectives without a wait() until the collectives complete, like c10d.
 struct Shelf {
   std::mutex mutex;
   std::vector<std::pair<Point, std::vector<at::Tensor>>> kept;
 
   void clear(int device) {
-    std::vector<std::vector<at::Tensor>> over;  // freed without the lock
+    std::vector<std::vector<at::Tensor>> over;  // destroyed after the lock is released
     std::lock_guard lock(mutex);
     std::erase_if(kept, [&](auto& entry) {
       if (!query(entry.first, device)) return false;
@@ -186,7 +186,7 @@ class SimulatedWork final : public c10d::Work {
         outputs_(std::move(outputs)) {
     if (!failure.empty()) exception_ = std::make_exception_ptr(std::runtime_error(failure));
   }
-  // Leaves the tensors out, like WorkNCCL's.
+  // Does not copy the tensors, like WorkNCCL's copy constructor.
   SimulatedWork(const SimulatedWork& other)
       : c10d::Work(),
         end_(other.end_),
@@ -216,7 +216,7 @@ class SimulatedWork final : public c10d::Work {
   const std::shared_ptr<SimulatedGroup> group_;
   const int rank_of_group_;
   std::vector<at::Tensor> tensors_;
-  const std::vector<at::Tensor> outputs_;  // for result(), so WorkNCCL owns them until it is destroyed
+  const std::vector<at::Tensor> outputs_;  // owned until destruction, as WorkNCCL does for result()
 };
 
 void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
@@ -239,7 +239,7 @@ ReduceOp reduce_op(const c10d::ReduceOp& op) {
   }
 }
 
-// As a ring adds: rank after rank, from another first rank in each of as many chunks as ranks, rounding each sum.
+// Adds in the order of a ring, rounding each sum. Splits tensors into one chunk per rank; chunk r starts with rank r.
 at::Tensor reduced_by_ring(const std::vector<at::Tensor>& parts, ReduceOp op) {
   const auto size = static_cast<int64_t>(parts.size());
   std::vector<std::vector<at::Tensor>> chunks;
@@ -256,7 +256,7 @@ at::Tensor reduced_by_ring(const std::vector<at::Tensor>& parts, ReduceOp op) {
   return all;
 }
 
-// Returns the reduction of part [begin, begin + numel) of each rank's first input.
+// Returns the reduction of elements [begin, begin + numel) of each rank's first input.
 at::Tensor reduced(const std::vector<std::vector<at::Tensor>>& inputs, int64_t begin, int64_t numel, ReduceOp op) {
   std::vector<at::Tensor> parts;
   for (const auto& input : inputs) parts.push_back(input[0].view({-1}).narrow(0, begin, numel));
@@ -302,7 +302,7 @@ void Backend::shutdown() {
 c10::intrusive_ptr<c10d::Work> Backend::start(const std::string& name, int64_t numel,
                                               const std::vector<at::Tensor>& inputs,
                                               const std::vector<at::Tensor>& outputs, Kernel kernel) {
-  // Types that nccl.h does not have.
+  // Throws for types that nccl.h does not have, like ProcessGroupNCCL.
   for (const at::Tensor& tensor : inputs)
     if (tensor.scalar_type() == at::kShort || tensor.is_complex())
       throw std::runtime_error(c10::str("Unconvertible NCCL type ", tensor.scalar_type()));
@@ -330,7 +330,7 @@ c10::intrusive_ptr<c10d::Work> Backend::start(const std::string& name, int64_t n
   const std::string what = c10::str(name, " of ", numel, " elements");
   const std::string failure = settings().fails ? settings().fails(device_.index(), what) : "";
   const bool fails = !failure.empty();
-  // A replay is the next collective of the group. A recorded one that never runs is none.
+  // Takes a sequence number at each replay, not at the recording: a recorded collective that never runs has none.
   launch_prepared(stream_, what, accesses, [=, this, group = group_, rank = rank_](int) {
     return [=, sequence = next_sequence()] {
       if (fails) return group->wait_for_abort(rank);
@@ -459,7 +459,7 @@ Backend::Work Backend::reduce(std::vector<at::Tensor>& tensors, const c10d::Redu
 
 Backend::Work Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_counts,
                                      std::vector<int64_t>& input_counts, const c10d::AllToAllOptions&) {
-  at::Tensor counts = at::tensor(input_counts, at::kLong);  // the other ranks need them
+  at::Tensor counts = at::tensor(input_counts, at::kLong);  // an input, because the other ranks need the counts
   return start("all-to-all", 0, {input, counts}, {output},
                [to = for_kernels(output), own = output_counts, rank = rank_](const Inputs& inputs, const auto&) {
                  int64_t begin = 0;

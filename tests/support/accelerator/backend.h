@@ -1,10 +1,10 @@
-// NCCL between threads, with the interface of ProcessGroupNCCL.
+// Simulates NCCL between threads, with the interface of ProcessGroupNCCL.
 //
 // A group has its own stream. A collective begins after the work already given to the current stream, and waits for the
-// matching collectives of all ranks. wait() blocks the current stream, not the host. Collectives are matched by their
-// order of issue: another collective, or another number of elements, is reported and hangs. abort() ends only this
-// rank's kernels; destruction without shutdown() or abort() aborts. Reductions add in rank order, like Tessera's on
-// gloo, so results can be compared bit for bit; with Settings::sums_by_ring in the order of a ring.
+// matching collectives of all ranks. wait() blocks the current stream, not the host. Ranks match collectives by their
+// order of issue. If the collectives or their numbers of elements differ, reports this, and hangs. abort() ends only
+// this rank's kernels. The destructor calls abort(), unless the group has ended. Reductions add in rank order, so
+// results are bitwise equal to Tessera's on gloo; with Settings::sums_by_ring, they add in the order of a ring.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -24,13 +24,13 @@ namespace tessera::accelerator {
 // The state that the ranks of a group share.
 class SimulatedGroup;
 
-// Whether the ranks of new groups are processes, which exchange the tensors of collectives as bytes through their
-// store. Vector clocks do not cross processes.
+// Whether the ranks of new groups are processes. Such ranks exchange the tensors of collectives as bytes through their
+// store, so vector clocks do not find races between processes.
 inline std::atomic<bool> groups_span_processes = false;
 
 class Backend final : public c10d::Backend {
  public:
-  // Is collective through the store, which only this group may use.
+  // Is collective. The ranks meet through `store`, which no other group may use.
   Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, at::Device device);
   ~Backend() override;
   const std::string getBackendName() const override { return "simulated nccl"; }
@@ -49,7 +49,7 @@ class Backend final : public c10d::Backend {
                      std::vector<int64_t>& input_counts, const c10d::AllToAllOptions& options) override;
   Work alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
                 const c10d::AllToAllOptions& options) override;
-  // Returns a group of these ranks, null for the others. Is collective over this group.
+  // Returns a group of `ranks`, or null on other ranks. Is collective over all ranks of this group.
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;
   bool supportsSplitting() const override { return true; }
@@ -62,9 +62,9 @@ class Backend final : public c10d::Backend {
   void shutdown() override;
 
  private:
-  // By rank: its inputs, for kernels.
+  // The input tensors of each rank, at addresses that kernels may access.
   using Inputs = std::vector<std::vector<at::Tensor>>;
-  // The kernel. `all_have_read` blocks until no rank needs the others' inputs any more.
+  // Computes the outputs from the inputs of all ranks. all_have_read() blocks until no rank needs others' inputs.
   using Kernel = std::function<void(const Inputs& inputs, const std::function<bool()>& all_have_read)>;
   Work start(const std::string& name, int64_t numel, const std::vector<at::Tensor>& inputs,
              const std::vector<at::Tensor>& outputs, Kernel kernel);
@@ -78,14 +78,14 @@ class Backend final : public c10d::Backend {
   const std::shared_ptr<SimulatedGroup> group_;
   const int64_t registration_ = next_registration();
   uint64_t sequence_ = 0;
-  std::optional<uint64_t> late_;  // sequence number of the next collective, after the one that has overtaken it
+  std::optional<uint64_t> late_;  // number of a collective that the previous one has overtaken (kCollectiveInTurn)
   bool ended_ = false;
 };
 
-// Returns a Work of the same collective without its outputs.
+// Returns a Work of the same collective that does not own its tensors.
 c10::intrusive_ptr<c10d::Work> without_tensors(const c10::intrusive_ptr<c10d::Work>& work);
 
-// Frees the tensors that c10d keeps for collectives without a wait(), once these are over.
+// Frees the tensors that c10d keeps for completed collectives without a wait().
 void release_collectives_tensors();
 
 }  // namespace tessera::accelerator

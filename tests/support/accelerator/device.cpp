@@ -31,7 +31,7 @@ Stream stream_at(int stream) {
 }
 int number_of(const Stream& stream) { return stream_of(stream.device_index(), stream.id()); }
 
-// An event is a Point on the heap.
+// The device guard. Represents an event by a Point on the heap.
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
   static constexpr c10::DeviceType static_type = c10::kCUDA;
@@ -97,7 +97,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   static int index_of(Device device) { return device.has_index() ? device.index() : current_device(); }
 };
 
-// libtorch finds it by this name.
+// libtorch finds this class by its name in a registry.
 class CUDAHooks final : public at::CUDAHooksInterface {
  public:
   explicit CUDAHooks(at::CUDAHooksArgs) {
@@ -132,7 +132,7 @@ std::atomic<bool> has_faults = false, running = false;
 
 }  // namespace
 
-// Registers like libtorch's macros, unless GPUs are loaded: a process has one or the other.
+// Registers as libtorch's macros do, unless real GPUs are used, whose classes are then registered.
 static const bool is_registered = [] {
   if (on_gpus()) return false;
   static const c10::impl::DeviceGuardImplRegistrar guard(c10::kCUDA, new Guard);

@@ -1,4 +1,4 @@
-// Prints the seed of a test that fails in a Simulation, to repeat it.
+// Prints the seed of a test that fails in a Simulation, so that the test can be repeated with this seed.
 #include <gtest/gtest.h>
 
 #include <iostream>

@@ -35,7 +35,7 @@ void count_host_wait() {
   if (get_device != nullptr && get_device(&device) == 0 && device < kMostGpus) ++host_waits[device];
 }
 
-// CUDA's allocator, with counts.
+// Counts the bytes of CUDA's page-locked allocator.
 class CountedPages final : public PageLockedAllocator {
  public:
   explicit CountedPages(PageLockedAllocator& pages) : pages_(pages) {}
@@ -75,7 +75,7 @@ const GpuSupport* load() {
   const char* const path = std::getenv("TESSERA_TEST_GPU");
   if (path == nullptr) return nullptr;
   ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);  // makes cuBLAS reproducible
-  // Lazily: libraries that no test calls may be missing.
+  // Binds symbols lazily, because libraries that no test calls may be missing.
   void* const library = ::dlopen(path, RTLD_LAZY | RTLD_GLOBAL);
   auto* const give = library == nullptr
                          ? nullptr
@@ -144,8 +144,8 @@ void needs_simulation(const std::string& why) {
 
 }  // namespace tessera::accelerator
 
-// These are found before CUDA's own, because a program's symbols have priority. So every host wait is counted, except
-// those inside NCCL and cuBLAS. (A cudaStream_t and a cudaEvent_t are pointers, a cudaError_t is an int.)
+// These functions replace those of CUDA, because a program's symbols have priority. They count every host wait, except
+// waits inside NCCL and cuBLAS. (A cudaStream_t and a cudaEvent_t are pointers, and a cudaError_t is an int.)
 extern "C" {
 int cudaStreamSynchronize(void* stream) {
   static auto* const next = tessera::accelerator::next_function<int(void*)>("cudaStreamSynchronize");

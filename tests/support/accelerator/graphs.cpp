@@ -18,8 +18,8 @@ namespace {
 struct Node {
   enum Kind : uint8_t { kLaunch, kRecord, kBlock } kind;
   int stream;
-  std::optional<size_t> before;  // of the same stream
-  size_t joined = 0;             // kBlock: the kRecord that it waits for
+  std::optional<size_t> before;  // index of the previous node of the same stream
+  size_t joined = 0;             // for kBlock: index of the kRecord node for which the stream waits
   std::string what = {};
   std::vector<Access> accesses = {};
   Prepare prepare = {};
@@ -29,7 +29,7 @@ struct Recording {
   int64_t number;
   int origin;
   std::vector<Node> nodes;
-  std::map<int, std::optional<size_t>> last;  // by stream that records
+  std::map<int, std::optional<size_t>> last;  // last node of each recording stream
   std::set<std::thread::id> threads;
   std::string error;
   std::vector<std::function<void()>> postponed;
@@ -45,7 +45,7 @@ struct Recording {
     if (error.empty()) error = why;
     TORCH_CHECK(false, "simulated accelerator: not recorded: ", why);
   }
-  // Names work that the first stream does not wait for; "" if there is none.
+  // Names recorded work for which the first stream does not wait; "" if there is none.
   std::string unjoined() const {
     std::set<size_t> joined;
     std::vector<size_t> open;
@@ -64,7 +64,7 @@ struct Recording {
   }
 };
 
-std::mutex recordings_mutex;  // guards all below
+std::mutex recordings_mutex;  // guards recordings and last_number
 std::unique_ptr<Recording> recordings[kDevices];
 int64_t last_number = 0;
 thread_local bool replays = false;
@@ -135,7 +135,7 @@ class SimulatedRecorder final : public GraphRecorder {
 
  private:
   std::vector<Node> nodes_;
-  std::map<int, int> streams_;  // of replays, by recorded stream: other work must not be ordered with them by chance
+  std::map<int, int> streams_;  // the replaying stream of each recorded one; exclusive, so no other work orders it
   int origin_ = 0;
 };
 

@@ -1,10 +1,10 @@
 // Recorded work of the simulated accelerator, with the rules of CUDA's stream capture:
 //
-// - Work of a recording stream is kept, and does not run. A stream that waits for it records too.
-// - An error, which ends the recording: a wait for work of another stream from before; recording on the default stream;
-//   a thread that records and synchronises, or queries an event; any use of a recorded event outside; a stream that the
-//   first one does not join.
-// - Memory that is allocated meanwhile stays the graph's.
+// - Work of a recording stream is kept, and does not run. A stream that waits for recorded work also records.
+// - Errors, which end the recording: a wait for another stream's work from before the recording; recording on the
+//   default stream; a synchronisation or event query by a recording thread; a use of a recorded event outside of the
+//   recording; a recording stream for which the first stream does not wait.
+// - Memory that is allocated during the recording belongs to the graph.
 #pragma once
 
 #include <cstdint>
@@ -24,13 +24,13 @@ using namespace internal;
 
 std::unique_ptr<GraphRecorder> make_simulated_recorder();
 
-// The number of the recording that the stream is part of; 0: none.
+// Returns the number of the recording that the stream is part of, or 0.
 int64_t recording_of(int stream);
 bool is_recording(int device, int64_t number);
-// Whether this thread replays now: its launches are one.
+// Returns whether this thread replays a graph, whose launches count as one launch.
 bool is_replaying();
 
-// Each returns whether the stream records, and has recorded the request.
+// If the stream records, record the request and return true. Otherwise, return false.
 bool record_launch(int stream, const std::string& what, const std::vector<Access>& accesses, const Prepare& prepare);
 bool record_point(int stream, Point& point);
 bool record_block(int stream, const Point& point);

@@ -1,4 +1,4 @@
-// The arguments of an operator, for running it elsewhere.
+// The arguments of an operator, converted to run its CPU kernel on a stream's thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,10 +15,10 @@
 namespace tessera::accelerator {
 using namespace internal;
 
-// Returns the tensor's memory at the kernels' address: a CPU tensor that does not own it.
+// Returns a CPU tensor with the tensor's memory at the address for kernels (memory.h). Does not own the memory.
 at::Tensor for_kernels(const at::Tensor& tensor);
 Access access_of(const at::Tensor& tensor, bool writes);
-// Copies values of the host, which a kernel reads at launch.
+// Returns for_kernels() of a device's tensor, or a copy of a host's scalar, which a kernel reads at launch.
 inline at::Tensor for_kernels_or_copy(const at::Tensor& tensor) {
   if (tensor.is_cuda()) return for_kernels(tensor);
   TORCH_CHECK(tensor.dim() == 0, "simulated accelerator: a tensor of the host, of shape ", tensor.sizes(),
@@ -28,7 +28,7 @@ inline at::Tensor for_kernels_or_copy(const at::Tensor& tensor) {
   return copy;
 }
 
-// Replaces each defined tensor among the values, also in lists, by of(tensor).
+// Replaces each defined tensor in `values`, also in lists, by of(tensor).
 template <class Of>
 torch::jit::Stack mapped_tensors(torch::jit::Stack values, Of of) {
   for (c10::IValue& value : values)
@@ -39,19 +39,19 @@ torch::jit::Stack mapped_tensors(torch::jit::Stack values, Of of) {
 
 class KernelArguments {
  public:
-  // The top of the stack. An unset generator becomes the device's own.
+  // Takes the arguments from the top of the stack. Replaces an unset generator by that of the device.
   KernelArguments(const c10::FunctionSchema& schema, const torch::jit::Stack& stack);
 
-  // Returns the device of the first tensor on one, or of a device argument.
+  // Returns the device of the first tensor that is on a device, or of a device argument; nullopt if there is none.
   std::optional<int> device() const { return device_; }
-  // Whether it draws random numbers, and so changes a generator.
+  // Returns whether the operator draws random numbers, and so changes a generator.
   bool draws() const { return draws_; }
   std::vector<Access> accesses() const { return accesses_; }
   template <class Of>
   torch::jit::Stack mapped(Of of) const {
     return mapped_tensors(values_, of);
   }
-  // Resizes arguments named out, whose shape may be arbitrary, to the shapes from `shapes`, which is called only if
+  // Resizes `out` arguments, which may have any shape, to those of the results of shapes(). Calls shapes() only if
   // there are such arguments.
   template <class Shapes>
   void resize_outputs(Shapes shapes) const {
@@ -64,7 +64,7 @@ class KernelArguments {
       if (results[i].isTensor() && outputs[i].sizes() != results[i].toTensor().sizes())
         outputs[i].resize_(results[i].toTensor().sizes());
   }
-  // Returns the arguments that the operator writes, which are its results.
+  // Returns the arguments to which the operator writes, and which are its results.
   torch::jit::Stack written_results() const;
 
  private:

@@ -1,7 +1,7 @@
 // Device memory, allocated like CUDACachingAllocator, and page-locked host memory.
 //
-// All memory is mapped twice: for kernels, and for the host. The host must not touch device memory, nor page-locked
-// memory that a device may still use.
+// All memory is mapped twice, for kernels and for the host. The host's mapping is protected while the host must not
+// touch the memory: always for device memory, and for page-locked memory while a device may use it.
 #include "tests/support/accelerator/memory.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -28,9 +28,9 @@ namespace tessera::accelerator {
 using namespace internal;
 namespace {
 
-constexpr size_t kArenaBytes = size_t{2} << 30;  // of addresses; memory is committed on use
+constexpr size_t kArenaBytes = size_t{2} << 30;  // size of the address range; memory is committed on use
 
-// A bump allocator over memory mapped twice. Frees only everything at once.
+// A bump allocator over memory that is mapped twice. Can free only all memory at once.
 class Arena {
  public:
   std::pair<std::byte*, std::byte*> take(size_t bytes, int host_protection) {
@@ -72,18 +72,18 @@ std::mutex mutex;  // guards all variables below
 Arena device_arenas[kDevices];
 Arena pinned_arena;
 struct DeviceMemory {
-  int64_t allocated_bytes = 0, peak_bytes = 0;  // of tensors, and of blocks with uses in flight
-  int64_t reserved_bytes = 0;                   // taken from the arena
+  int64_t allocated_bytes = 0, peak_bytes = 0;  // bytes of tensors, and of freed blocks with uses in flight
+  int64_t reserved_bytes = 0;                   // bytes taken from the arena
 };
 DeviceMemory device_memory[kDevices];
 // Free device blocks, by stream, bytes, registered group and recording.
 std::map<std::tuple<int, size_t, int64_t, int64_t>, std::vector<void*>> idle;
-thread_local int64_t group_of_thread = 0;  // of this thread's allocations
+thread_local int64_t group_of_thread = 0;  // group with which this thread's allocations are registered; 0: none
 std::map<size_t, std::vector<void*>> idle_pinned;
 int64_t bytes_page_locked = 0;
 struct Leaving {
   void* begin;
-  std::vector<Point> uses;  // by recorded streams
+  std::vector<Point> uses;  // uses by streams that recordStream() has named
 };
 std::vector<Leaving> leaving;
 std::map<const void*, std::vector<Point>> pinned_uses;
@@ -92,7 +92,7 @@ std::map<const void*, std::vector<Point>> pinned_uses;
 void give_back(void* begin, const Clock* also) {
   const auto info = Races::get().block_at(begin).value();
   const auto address = reinterpret_cast<uintptr_t>(begin);
-  // A graph's memory is its own after the recording, too: replays write to it.
+  // After a recording, the graph keeps its memory, because replays write to it.
   const bool is_reused =
       info.recording == 0 || (also == nullptr && is_recording(device_of(info.stream), info.recording));
   if (is_reused)
@@ -130,7 +130,7 @@ void free_device(void* begin) {
   if (info.recording == 0 && postpone(device, [begin] { free_device(begin); })) return;
   const auto recorded = Races::get().take_recorded(begin);
   if (recorded.empty()) return give_back(begin, nullptr);
-  if (info.recording != 0) {  // libtorch waits for the end of the recording, and for replays there is no other use
+  if (info.recording != 0) {  // uses by other streams are in the recording, which only replays run
     const Clock never{};
     return give_back(begin, &never);
   }
@@ -181,7 +181,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     }
   }
   void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override {
-    // Like CUDACachingAllocator, which recognizes its own memory by the deleter.
+    // Recognizes this allocator's memory by the deleter, like CUDACachingAllocator.
     if (pointer.get_deleter() != &free_device || is_left_out(Request::kRecordStream)) return;
     Races::get().record_stream(pointer.get(), stream_of(stream.device_index(), stream.id()));
   }
@@ -237,17 +237,17 @@ void* take_pinned(size_t bytes) {
   return host;
 }
 
-// Rounds to whole pages, the unit of protection.
+// Rounds up to whole pages, the unit of memory protection.
 size_t in_pages(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
-// Reuses memory once devices have completed the uses that were recorded (record_event()).
+// Frees page-locked memory. Blocks until devices have completed the uses that record_event() recorded.
 void free_pinned(void* begin) {
   if (begin == nullptr) return;
   for (const Point& use : uses_of(begin)) use.reached->wait();
   give_back_pinned(begin);
 }
 
-// The driver's memory, freed without waiting.
+// Page-locked memory of the driver, which is freed without waiting for uses.
 class PageLocked final : public PageLockedAllocator {
  public:
   void* allocate(size_t bytes) override { return take_pinned(in_pages(bytes)); }
@@ -264,7 +264,7 @@ class PinnedAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &free_pinned, c10::kCPU};
-    void* const begin = take_pinned(std::bit_ceil(in_pages(bytes)));  // like libtorch's
+    void* const begin = take_pinned(std::bit_ceil(in_pages(bytes)));  // rounds up like libtorch's allocator
     return {begin, begin, &free_pinned, c10::kCPU};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
@@ -295,7 +295,7 @@ void explain_fault(int signal, siginfo_t* info, void* context) {
   }
   if ((before.sa_flags & SA_SIGINFO) != 0 && before.sa_sigaction != nullptr)
     return before.sa_sigaction(signal, info, context);
-  std::signal(signal, SIG_DFL);  // it faults again, which ends the process
+  std::signal(signal, SIG_DFL);  // the instruction faults again, which ends the process
 }
 
 }  // namespace

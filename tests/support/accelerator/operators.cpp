@@ -1,7 +1,7 @@
-// Operators on the simulated accelerator. Memory, copies and views are implemented here; all others run CPU kernels in
-// the order of the current stream. An operator runs asynchronously if Meta kernels give its results' shapes, or if it
-// only writes to its arguments. Otherwise the host's thread waits for the arguments and computes; that counts as a
-// synchronisation only if the operator synchronises on a GPU.
+// Operators on the simulated accelerator. Memory, copies and views are implemented here. All other operators run CPU
+// kernels in the order of the current stream. An operator runs asynchronously if Meta kernels give its results' shapes,
+// or if it only writes to its arguments. Otherwise, the host's thread waits for the arguments, and computes. This wait
+// counts as a synchronisation only if the operator synchronises on a GPU.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -133,7 +133,7 @@ const std::set<std::string> kSynchronise = {"aten::nonzero",
                                             "aten::repeat_interleave",
                                             "aten::_linalg_check_errors"};
 
-// Indexing by a mask calls nonzero() first, unless it puts a number there: that is masked_fill().
+// Returns whether the operator calls nonzero(), as indexing by a mask does, except to write a number (masked_fill()).
 bool is_indexed_by_mask(const std::string& name, const Stack& arguments) {
   if (name != "aten::index" && name != "aten::index_put_" && name != "aten::_index_put_impl_") return false;
   if (arguments.size() > 2 && arguments[2].isTensor() && arguments[2].toTensor().is_cpu() &&
@@ -148,7 +148,7 @@ bool is_indexed_by_mask(const std::string& name, const Stack& arguments) {
   return false;
 }
 
-// Returns the operator's results on the Meta device, for their shapes. Empty if it has no Meta kernel.
+// Returns the operator's results on the Meta device, which show their shapes; empty if it has no Meta kernel.
 Stack on_meta(const c10::OperatorHandle& op, const KernelArguments& arguments) {
   if (!op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return {};
   Stack stack = arguments.mapped([](const at::Tensor& tensor) {
@@ -167,7 +167,7 @@ at::Tensor room_like(const at::Tensor& tensor, at::Device device) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device));
 }
 
-// Allocates new result tensors, which the kernel fills.
+// Runs an operator that returns new tensors: allocates the results, and launches a kernel that fills them.
 Stack run_functional(const c10::OperatorHandle& op, const KernelArguments& arguments, int stream) {
   const auto& name = op.schema().name();
   const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(device_of(stream)));
@@ -177,7 +177,7 @@ Stack run_functional(const c10::OperatorHandle& op, const KernelArguments& argum
   if (recording_of(stream) != 0 && shapes.empty()) {
     if (arguments.draws()) refuse_while_recording(device.index(), name + ", which returns random numbers");
     shapes = host;
-    op.callBoxed(shapes);  // for their shapes: the values are not there yet
+    op.callBoxed(shapes);  // computes only shapes, because recorded arguments have no values yet
   }
   const bool is_asynchronous = !shapes.empty();
   if (!is_asynchronous) {
@@ -211,7 +211,7 @@ void run_in_place(const c10::OperatorHandle& op, const KernelArguments& argument
     Stack values = host;
     op.callBoxed(values);
   };
-  if (arguments.draws())  // in the order of calls
+  if (arguments.draws())  // computes now, so that random numbers are drawn in the order of calls
     return launch_prepared(stream, op.schema().name(), arguments.accesses(), [run](int place) {
       wait_in_secret(place);
       run();
@@ -248,7 +248,7 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   return {input * mask * (p == 1 ? 0.0 : 1 / (1 - p)), mask};
 }
 
-// Operators with kernels for devices only.
+// Operators that libtorch implements only for devices.
 std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates,
                                             const at::Tensor& hx, const std::optional<at::Tensor>& input_bias,
                                             const std::optional<at::Tensor>& hidden_bias) {
@@ -300,7 +300,7 @@ ThreeTensors lstm_cell_backward(const std::optional<at::Tensor>& gradient_of_hy,
   return {of_gates, of_cy * forget, has_bias ? of_gates.sum(0) : at::Tensor()};
 }
 
-// Answers false: an absent library does not support it.
+// Returns false for operators that ask whether a library, absent here, supports an operation.
 void say_no(const c10::OperatorHandle& op, Stack* stack) {
   torch::jit::drop(*stack, op.schema().arguments().size());
   stack->emplace_back(false);
@@ -330,8 +330,8 @@ void register_kernels(torch::Library& library) {
   for (const char* choice :
        {"_use_cudnn_ctc_loss", "_use_cudnn_ctc_loss.Tensor", "_use_miopen_ctc_loss", "_use_miopen_ctc_loss.Tensor"})
     library.impl(choice, torch::CppFunction::makeFromBoxedFunction<&say_no>());
-  // Operators with a decomposition and kernels have a kernel on a GPU: uses the CPU's kernel for equal numbers, or one
-  // launch.
+  // Operators that have kernels besides a decomposition have a kernel on GPUs. Uses the CPU's kernel for these, which
+  // gives equal numbers and one launch.
   const std::set<std::string> here = {"aten::copy_", "aten::empty", "aten::native_dropout"};
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto op = c10::Dispatcher::singleton().findOp(name);
@@ -339,9 +339,9 @@ void register_kernels(torch::Library& library) {
     const bool is_foreach = name.name.rfind("aten::_foreach_", 0) == 0;
     const bool is_decomposed = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
                                op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
-    // Decomposes into an operator that writes an argument whose shape only the kernel knows.
+    // The decomposition writes to an argument whose shape is only known in the kernel.
     const bool is_opaque = (name.name == "aten::abs" || name.name == "aten::logical_not") && name.overload_name.empty();
-    // Dispatches to kernels by device; some are only in a GPU's library.
+    // These operators select kernels by the device, and some kernels exist only in a GPU's library.
     const bool is_choice = name.name == "aten::convolution" || name.name == "aten::convolution_backward";
     if (is_decomposed && (is_foreach || is_opaque || is_choice || op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) &&
         !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA))
@@ -350,7 +350,7 @@ void register_kernels(torch::Library& library) {
   }
 }
 
-// Registers like TORCH_LIBRARY_IMPL, unless a GPU's kernels are loaded.
+// Registers as TORCH_LIBRARY_IMPL does, unless kernels of real GPUs are loaded.
 const bool are_registered = [] {
   if (on_gpus()) return false;
   static torch::Library all(torch::Library::IMPL, "_", c10::DispatchKey::CUDA, __FILE__, __LINE__),

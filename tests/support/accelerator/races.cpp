@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kMaxFrames = 48;
 
-// Shortens "tessera::(anonymous namespace)::Unit::release() const"; "" for functions that are not ours.
+// Shortens a name like "tessera::(anonymous namespace)::Unit::release() const". Returns "" for other libraries' names.
 std::string short_name(const char* mangled) {
   std::string name = c10::demangle(mangled);
   const std::string ours = "tessera::", anonymous = "(anonymous namespace)::";
@@ -28,8 +28,8 @@ std::string short_name(const char* mangled) {
   return name.substr(ours.size(), name.find('(') - ours.size());
 }
 
-// Returns short_name() of the function at the address. Cached: a lookup among libtorch's symbols takes longer than an
-// operator.
+// Returns short_name() of the function at an address. Caches it, because a lookup among libtorch's symbols takes longer
+// than an operator.
 const std::string& function_at(void* address) {
   static std::mutex guards_names;
   static auto* const names = new std::unordered_map<void*, std::string>;
@@ -184,8 +184,8 @@ void Races::ordered(int stream, const Clock& clock) {
 
 // ---- the host -------------------------------------------------------------------------------------
 
-// The host may touch a page-locked block once it knows that devices have completed their accesses. Each page has one
-// owner, so protection does not affect neighbours.
+// Protects a page-locked block until the host knows that devices have completed their accesses. No page has two blocks,
+// so protection does not affect other blocks.
 void Races::protect(Blocks::iterator position) {
   Block& block = position->second;
   int protection = PROT_READ | PROT_WRITE;
@@ -221,7 +221,7 @@ void Races::host_waited(int device, const Clock& clock, const char* what) {
   host_knows_locked(device, clock);
 }
 
-// Reports once; then the host continues with the current contents.
+// Forgets the block's accesses, so that the host continues with the current contents, and reports each access once.
 bool Races::host_touched(const void* address) {
   const std::string place = CallStack::here().text();
   std::lock_guard lock(mutex_);
@@ -270,7 +270,7 @@ void Races::reset_counts() {
   counts_ = {};
 }
 
-// With all streams idle: marks all earlier work as known to be over.
+// All streams must be idle. Forgets all accesses, findings and counts.
 void Races::reset() {
   std::lock_guard lock(mutex_);
   findings_.clear();

@@ -15,47 +15,47 @@
 namespace tessera::accelerator {
 using namespace internal;
 
-// The place of a request: addresses now, names on demand.
+// The place of a request. Stores addresses, and finds the names of functions only in text().
 class CallStack {
  public:
   static CallStack here();
-  // Returns our functions, innermost first, without arguments: "Unit::unshard < Scheduler::use".
+  // Returns Tessera's functions, the innermost first, without arguments: "Unit::unshard < Scheduler::use".
   std::string text() const;
 
  private:
   std::vector<void*> frames_;
 };
 
-// The detector. A block is one allocation; each access to it is kept until a later one covers it. Memory outside blocks
-// belongs to the host. Is thread-safe.
+// The detector of races. A block is one allocation. Each access to a block is kept until a later access covers it.
+// Memory outside of blocks belongs to the host. Is thread-safe.
 class Races {
  public:
   static Races& get();
 
-  // `alias`: the kernels' address of this memory; accesses through host addresses fault.
+  // `alias` is the address at which kernels access this memory. Accesses through its host address may fault.
   struct BlockInfo {
     size_t bytes = 0;
-    int stream = 0;  // of the allocation
+    int stream = 0;  // stream that was current at the allocation
     bool is_pinned = false;
     void* alias = nullptr;
     int64_t registered_with = 0;  // number of an NCCL group, from 1
-    int64_t recording = 0;        // of the allocation (graphs.h); 0: none
+    int64_t recording = 0;        // recording during which the block was allocated (graphs.h); 0: none
   };
   void add_block(void* begin, const BlockInfo& info);
   void remove_blocks(const void* begin, size_t bytes);
   std::optional<BlockInfo> block_at(const void* address);
-  // Forgets the accesses to a block: all are over, and need no order with the next owner.
+  // Forgets the accesses to a block, all of which must be over. The next owner needs no order after them.
   void forget(const void* begin);
-  // Record a stream's use of the block; return and clear the recorded streams, when the block is freed.
+  // record_stream() records that a stream uses the block. take_recorded() returns these streams, and clears the record.
   void record_stream(const void* address, int stream);
   std::set<int> take_recorded(const void* address);
 
   void launched(int stream, std::string what, const std::vector<Access>& accesses, const Clock* also);
-  Clock clock_of(int stream);  // including the host's current knowledge
+  Clock clock_of(int stream);  // includes work that the host knows to be over
   void ordered(int stream, const Clock& clock);
   void host_knows(int device, const Clock& clock);
   void host_waited(int device, const Clock& clock, const char* what);
-  // Handles a fault of the host at an address; returns false if the address is not in a block.
+  // Reports a fault of the host at `address`, and permits the access. Returns false unless that is in a pinned block.
   bool host_touched(const void* address);
 
   void count_registered(int device);

@@ -1,4 +1,4 @@
-// Ranks as threads, each with a device of the accelerator, joined by the NCCL communicator.
+// Runs ranks as threads, each with its own device of the accelerator, in a group of the NCCL communicator.
 #pragma once
 
 #include <functional>
@@ -14,20 +14,20 @@ using namespace internal;
 // Returns the factory of an NCCL communicator's groups: NCCL's on GPUs, otherwise simulated.
 std::shared_ptr<NcclBackends> device_groups();
 
-// run_ranks() on devices, with such groups: rank r is a thread with device r. Skips the test if there are fewer GPUs.
+// Runs run_ranks() with device_groups(): rank r is a thread with device r. Skips the test if there are too few GPUs.
 void on_devices(int world, const std::function<void(std::shared_ptr<Communicator>)>& body,
                 InitOptions options = {.timeout = std::chrono::seconds(60)});
 void on_devices(int world, const std::function<void(std::shared_ptr<Communicator>)>& body,
                 std::chrono::milliseconds timeout);
 
-// Prepares this process, a rank, for groups of processes that may share a device. Returns that device, number 0. A
-// Simulation must be running.
+// Makes new groups of this process consist of processes that share device 0. Returns this device. A Simulation must be
+// running.
 at::Device share_device();
-// init() of a rank that is a process, with device 0, which ranks on one host may share. Calls share_device().
+// Returns init(options) of a rank that is a process, on device 0, which all ranks on a host share (share_device()).
 std::shared_ptr<Communicator> init_on_shared_device(InitOptions options);
 
-// On GPUs: keeps one of the pool's streams, in turn, busy for so many cycles. The library, NCCL and the tests take
-// their streams from this pool. A no-op in the simulation, whose streams have delays of their own.
+// On GPUs, keeps the next stream of libtorch's pool busy for `cycles` cycles. The library, NCCL and the tests take
+// their streams from this pool. A no-op in the simulation, whose streams have random delays.
 void delay_next_stream(int64_t cycles);
 
 }  // namespace tessera::accelerator

@@ -23,7 +23,7 @@ namespace tessera::accelerator {
 using namespace internal;
 namespace {
 
-// A thread that does the stream's work in order. Never destroyed: it may outlive main().
+// A thread that runs the work of a stream in order. Never destroyed, because the thread may outlive main().
 class Worker {
  public:
   bool has_worked() {
@@ -59,13 +59,13 @@ class Worker {
 };
 
 Worker* const workers = new Worker[kStreams];
-std::vector<int> taken[kDevices];  // numbers returned by give_stream()
+std::vector<int> taken[kDevices];  // numbers of free exclusive streams, which give_stream() has returned
 std::mutex taken_mutex;
 std::atomic<int64_t> pool_position[kDevices];
 thread_local int this_device = 0;
 thread_local std::array<int, kDevices> this_stream{};
 
-// The default stream is rarely delayed, so that others are late relative to it.
+// Returns a random delay. Rarely delays the default stream, so that other streams are late relative to it.
 std::chrono::microseconds delay_on(int stream) {
   const int longest_us = settings().longest_delay_us;
   if (longest_us == 0) return {};
@@ -135,7 +135,7 @@ void launch(int stream, std::string what, const std::vector<Access>& accesses, s
     if (delay.count() > 0) std::this_thread::sleep_for(delay);
     try {
       work();
-    } catch (const std::exception& error) {  // like a failed device: later results are invalid
+    } catch (const std::exception& error) {  // aborts, because later results would be invalid
       std::fprintf(stderr, "simulated accelerator: %s failed: %.500s\n", what.c_str(), error.what());
       std::abort();
     }

@@ -1,4 +1,4 @@
-// Streams and events of the simulated accelerator, and the known order of their work.
+// Streams and events of the simulated accelerator, and the order of their work that is known.
 #pragma once
 
 #include <array>
@@ -13,16 +13,16 @@
 namespace tessera::accelerator {
 
 inline constexpr int kDevices = 5;
-// 0: the default; then the pool, which is reused in turn; then exclusive streams
+// Stream 0 is the default stream. 1 to kPool - 1 are a pool, which is used in turn. The others are exclusive streams.
 inline constexpr int kStreamsPerDevice = 64;
 inline constexpr int kPool = 32;
-inline constexpr int kOrderedStream = kStreamsPerDevice - 1;  // of all groups, with Settings::collectives_in_order
+inline constexpr int kOrderedStream = kStreamsPerDevice - 1;  // all groups' stream, if Settings::collectives_in_order
 inline constexpr int kStreams = kDevices * kStreamsPerDevice;
 
-// By stream: the amount of its work known to be over. (Vector clocks: Fidge and Mattern, 1988.)
+// For each stream, how much of its work is known to be over. (Vector clocks: Fidge and Mattern, 1988.)
 using Clock = std::array<uint64_t, kStreams>;
 
-// A one-time event.
+// An event that occurs once.
 class Moment {
  public:
   void come();
@@ -39,8 +39,8 @@ class Moment {
 struct Point {
   std::shared_ptr<Moment> reached = std::make_shared<Moment>();
   Clock clock{};
-  int64_t recording = 0;  // that it is part of; 0: none (graphs.h)
-  size_t node = 0;        // of the recording
+  int64_t recording = 0;  // number of the recording that contains the point (graphs.h); 0: none
+  size_t node = 0;        // index in the recording
 };
 
 // A kernel's access to memory.
@@ -61,23 +61,23 @@ int next_of_pool(int device);
 int take_stream(int device);  // returns an exclusive stream
 void give_stream(int stream);
 
-// Enqueues work on the stream. It begins after all earlier work of the stream and a random delay. Checks the accesses
-// now against all others that may be in flight when it begins: races.h. `also`: more work that is known to be over.
+// Enqueues work(), to begin after all earlier work of the stream and a random delay. Checks `accesses` now against all
+// accesses that may be in flight when the work begins (races.h). Work in `also` is known to be over, too.
 void launch(int stream, std::string what, const std::vector<Access>& accesses, std::function<void()> work,
             const Clock* also = nullptr);
 
-// Returns a kernel's work when it is enqueued on the stream: once, or by each replay if it is recorded.
+// Returns a kernel's work. Called when the kernel is enqueued on a stream: once, or by each replay if it is recorded.
 using Prepare = std::function<std::function<void()>(int stream)>;
 void launch_prepared(int stream, const std::string& what, const std::vector<Access>& accesses, const Prepare& prepare);
 
 Point record(int stream);
 void block(int stream, const Point& point);
-// Blocks the host; counted, with its place.
+// Block the host, and count this wait with its place.
 void synchronize(const Point& point, int device, const char* what);
 void synchronize(int stream, const char* what);
 // Returns whether the point is reached. If so, later host accesses are ordered after it.
 bool query(const Point& point, int device);
-// Blocks until the stream is idle without recording any order, for the simulation itself.
+// Blocks until the stream is idle. For the simulation itself: does not count the wait, and records no order.
 void wait_in_secret(int stream);
 
 }  // namespace tessera::accelerator

@@ -1,6 +1,6 @@
-// Runs tests written for CPUs on devices. In a program that links this file, on_ranks() runs on devices, and each test
-// has its own Simulation. seeded() and on_rank_device() allocate there. A test is skipped once it needs more ranks than
-// there are GPUs.
+// Runs tests that were written for CPUs on devices. In a program that links this file, on_ranks() runs on devices, on
+// which seeded() and on_rank_device() then allocate. Each test has its own Simulation. Skips a test when it needs more
+// ranks than there are GPUs.
 #include <chrono>
 #include <optional>
 

@@ -1,4 +1,4 @@
-// The parts of Tessera for GPUs that accelerator tests are built without: see tests/support/accelerator.
+// The parts of Tessera that need CUDA. Accelerator tests are built without them, and load them from a library.
 #pragma once
 
 #include <memory>
@@ -11,10 +11,10 @@ namespace tessera::accelerator {
 using namespace internal;
 
 struct GpuSupport {
-  std::shared_ptr<NcclBackends> groups;  // NCCL's
-  PageLockedAllocator* page_locked;      // CUDA's
+  std::shared_ptr<NcclBackends> groups;  // factory of NCCL groups
+  PageLockedAllocator* page_locked;      // CUDA's allocator
   void (*delay_next_stream)(int64_t cycles);
-  GraphRecorderFactory graph_recorder;  // of CUDA graphs
+  GraphRecorderFactory graph_recorder;  // makes recorders of CUDA graphs
 };
 
 }  // namespace tessera::accelerator
