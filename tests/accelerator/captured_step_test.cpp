@@ -1,5 +1,5 @@
-// A step whose forward, backward, clipping and optimizer are recorded and replayed: bits as in the loop without, no
-// host wait, refusals.
+// Tests of CapturedStep, which records and replays forward, backward, clipping and optimizer: results equal those of an
+// eager loop bitwise, replays do not stop the host, and unsupported uses are refused.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -69,12 +69,12 @@ FsdpOptions in_units(FsdpOptions options = {}) {
 
 Inputs batch_on(const Communicator& comm) { return {torch::ones({4, kFeatures}, comm.device())}; }
 
-// The first capture synchronises once, and compares the ranks' collectives. Replays are one launch.
+// Expects that a replay is one launch of a graph, and does not stop the host.
 template <class Wrapper>
 void expect_one_launch(Wrapper& wrapper, torch::optim::Optimizer& optimizer, Communicator& comm) {
   CapturedStep step(wrapper, optimizer, [&](const Inputs& in) { return wrapper(in[0]).square().mean(); }, 0.5);
   const Inputs inputs = batch_on(comm);
-  // A schedule's write of the learning rate is one launch more.
+  // With a schedule, the write of the learning rate is one more launch.
   for (const bool schedules : {false, true}) {
     for (int i = 0; i < 4; ++i) step(inputs);
     const accelerator::Counts before = Simulation::counts(comm.rank());
@@ -84,7 +84,7 @@ void expect_one_launch(Wrapper& wrapper, torch::optim::Optimizer& optimizer, Com
     }
     const accelerator::Counts after = Simulation::counts(comm.rank());
     EXPECT_EQ(after.host_waits, before.host_waits);
-    // The copy of the input, the graph, the copy of the loss.
+    // Expects three launches per step: the copy of the input, the graph, and the copy of the loss.
     EXPECT_EQ(after.launches - before.launches, accelerator::on_gpus() ? 0 : 10 * (schedules ? 4 : 3));
   }
   EXPECT_TRUE(std::isfinite(step.norm()));
@@ -113,7 +113,7 @@ TEST(CapturedStep, ReplaysAreOneLaunchAndDoNotStopTheHost) {
   });
 }
 
-// zero_grad() between steps, and a loss that is read later, change nothing: replays write to memory of their own.
+// A zero_grad() between replays does not change results, and losses may be read later: replays have their own memory.
 TEST(CapturedStep, KeepsGradientsAndLossesApartFromTheUsers) {
   const Simulation simulation;
   accelerator::on_devices(std::min(2, accelerator::device_count()), [](std::shared_ptr<Communicator> comm) {
@@ -188,7 +188,7 @@ TEST(CapturedStep, RegisteredMemoryIsRefused) {
                           {.timeout = std::chrono::seconds(60), .registered_memory = true});
 }
 
-// Runs steps of a body, which refers to a net under DDP, until one throws.
+// Runs captured steps of a net under DDP until one throws. loss() gets the input and the output. Returns the error.
 template <class Error>
 std::string error_of_steps(Communicator& comm, const std::shared_ptr<Communicator>& group,
                            const std::function<at::Tensor(const at::Tensor& x, const at::Tensor& y)>& loss) {
@@ -228,7 +228,7 @@ TEST(CapturedStep, PartsThatTheHostTakesPartInAreRefusedInEagerSteps) {
   });
 }
 
-// The error is the device's, and the reason of the group's end. Afterwards the device draws random numbers as before.
+// The read fails with the device's error, which ends the group. Afterwards, the device draws random numbers as before.
 TEST(CapturedStep, AReadOfTheHostFailsTheCapture) {
   const Simulation simulation;
   accelerator::on_devices(std::min(2, accelerator::device_count()), [](std::shared_ptr<Communicator> comm) {
@@ -243,7 +243,7 @@ TEST(CapturedStep, AReadOfTheHostFailsTheCapture) {
   });
 }
 
-// The allocator cannot give memory that it has cached for eager steps to a graph.
+// The graph's memory replaces that of eager steps, which is freed, because a graph cannot use cached memory.
 TEST(CapturedStep, TheGraphTakesThePlaceOfTheMemoryOfEagerSteps) {
   accelerator::needs_simulation("CUDA's allocator takes 2 MiB at a time");
   const Simulation simulation;
@@ -278,7 +278,6 @@ TEST(CapturedStep, OtherInputsAndFrozenParametersAreRefused) {
   });
 }
 
-// FSDP copies such values into its shards.
 TEST(CapturedStep, ASecondThreadIsRefused) {
   const Simulation simulation;
   accelerator::on_devices(1, [](std::shared_ptr<Communicator> comm) {
@@ -303,6 +302,7 @@ TEST(CapturedStep, ASecondThreadIsRefused) {
   });
 }
 
+// (FSDP copies the values of such memory into its shards.)
 TEST(CapturedStep, OtherMemoryOfParametersIsRefusedWhereTheyAreWhole) {
   const Simulation simulation;
   accelerator::on_devices(std::min(2, accelerator::device_count()), [](std::shared_ptr<Communicator> comm) {
@@ -328,7 +328,7 @@ TEST(CapturedStep, OtherMemoryOfParametersIsRefusedWhereTheyAreWhole) {
   });
 }
 
-// The test undoes each change but the last one, and the next step succeeds.
+// After a refusal, undoes the change, except for the last one, and expects that the next step succeeds.
 TEST(CapturedStep, ChangesThatReplaysWouldIgnoreAreRefused) {
   const Simulation simulation;
   accelerator::on_devices(1, [](std::shared_ptr<Communicator> comm) {
@@ -371,7 +371,7 @@ TEST(CapturedStep, ChangesThatReplaysWouldIgnoreAreRefused) {
   });
 }
 
-// The test undoes each change, and the next step succeeds.
+// After each refusal, undoes the change, and expects that the next step succeeds.
 TEST(CapturedStep, OptionsAndStatesOfTheOptimizerThatReplaysCannotFollowAreRefused) {
   const Simulation simulation;
   accelerator::on_devices(std::min(2, accelerator::device_count()), [](std::shared_ptr<Communicator> comm) {
@@ -409,7 +409,7 @@ TEST(CapturedStep, OptionsAndStatesOfTheOptimizerThatReplaysCannotFollowAreRefus
   });
 }
 
-// A recorded step would clear the state in each replay.
+// Removes states just before the capture, which must be refused: a recorded step would reset them in each replay.
 template <class Optimizer, class Options>
 void expect_refusal_without_states(const Options& options) {
   accelerator::on_devices(1, [&](std::shared_ptr<Communicator> comm) {
@@ -471,7 +471,7 @@ TEST(CapturedStep, AScopeOfFullParametersIsRefusedAroundReplays) {
   });
 }
 
-// A rank that waits for a replay is told which rank has left.
+// The error of a rank that waits in a replay names the rank that has left.
 TEST(CapturedStep, ARankThatReplaysLessIsNamed) {
   accelerator::needs_simulation("it needs two devices");
   const Simulation simulation;
@@ -497,7 +497,7 @@ TEST(CapturedStep, ARankThatReplaysLessIsNamed) {
   expect_contains(error, "rank 1 stops");
 }
 
-// A replay runs collectives of the group's parts, which no call of the survivors starts.
+// A replay runs collectives of subgroups without a call, so the survivors must detect the loss of the rank otherwise.
 TEST(CapturedStep, ARankThatIsLostInReplaysOfAHybridGroupEndsTheOthers) {
   accelerator::needs_simulation("it needs four devices");
   const Simulation simulation;
@@ -520,7 +520,7 @@ TEST(CapturedStep, ARankThatIsLostInReplaysOfAHybridGroupEndsTheOthers) {
   expect_contains(error, "rank 3 stops");
 }
 
-// Slices of a longer batch, as language models take them. Memory that replays read has other strides.
+// Inputs may be slices of a longer batch, as in language models, although the graph's own inputs have other strides.
 TEST(CapturedStep, SlicedInputsOfOneLayoutAreAccepted) {
   const Simulation simulation;
   accelerator::on_devices(1, [](std::shared_ptr<Communicator> comm) {

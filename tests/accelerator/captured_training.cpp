@@ -12,7 +12,7 @@ using testing_support::seeded;
 
 constexpr int kSteps = 12;
 
-// A program's own optimizer, whose step() replays must not bypass.
+// A user's optimizer. Replays must not bypass its step().
 struct OwnStep : tessera::AdamW {
   using tessera::AdamW::FusedOptimizer;
   at::Tensor step(LossClosure closure = nullptr) override {
@@ -24,7 +24,7 @@ struct OwnStep : tessera::AdamW {
   int64_t steps = 0;
 };
 
-// Gives the optimizer other state tensors with other values, and other step counts, as a load does.
+// Replaces the optimizer's state tensors and step counts by others, as loading a state does.
 void replace_states(torch::optim::Optimizer& optimizer) {
   at::NoGradGuard no_grad;
   const auto of_adam = [](auto& state) {
@@ -41,7 +41,7 @@ void replace_states(torch::optim::Optimizer& optimizer) {
   }
 }
 
-// Trains, and returns the state. `captures`: by a CapturedStep.
+// Trains by a CapturedStep if `captures`, otherwise by an eager loop. Returns the state and the losses.
 template <class Wrapper, class Optimizer>
 State train_steps(const Case& of, bool captures, Wrapper& wrapper, Optimizer& optimizer, Communicator& comm,
                   const std::filesystem::path& folder) {
@@ -53,7 +53,7 @@ State train_steps(const Case& of, bool captures, Wrapper& wrapper, Optimizer& op
       const int64_t rows = 4 - step % of.shapes;
       return std::pair(torch::randn({rows, kFeatures}, dtype), torch::randn({rows, kFeatures}, dtype));
     }));
-  comm.barrier("batches");  // drawing them seeds the generators of all devices
+  comm.barrier("batches");  // drawing batches seeds the generators of all devices, so must end on all ranks first
   at::Generator generator = at::globalContext().defaultGenerator(device);
   generator.set_current_seed(7);
   const std::optional<double> max_norm = of.clips ? std::optional(0.5) : std::nullopt;
@@ -103,7 +103,7 @@ State train_with(const Case& of, bool captures, const std::filesystem::path& fol
   Net net = seeded(5, [&] { return Net(of.dropout); });
   if (of.is_fp64) net->to(at::kDouble);
   net->to(comm->device());
-  // The first parameters have a learning rate of their own.
+  // The first parameter has another learning rate.
   const auto groups = [&](const std::vector<at::Tensor>& parameters) {
     std::vector<torch::optim::OptimizerParamGroup> made;
     const auto middle = parameters.begin() + 1;
@@ -175,7 +175,7 @@ std::vector<Case> cases() {
   all.push_back({.name = "fsdp_kept_gathered",
                  .fsdp = {.reshard_after_forward = false, .prefetch = 2},
                  .optimizer = Case::kAdamW});
-  // A replayed step makes the units stale that an evaluation has left gathered.
+  // A replayed step makes units stale that an evaluation has left unsharded.
   all.push_back({.name = "fsdp_kept_evaluates",
                  .fsdp = {.reshard_after_forward = false},
                  .evaluates = true,

@@ -1,4 +1,4 @@
-// Training by a loop and by a CapturedStep, for a comparison of bits.
+// Trains by an eager loop or by a CapturedStep, so that tests can compare the results bitwise.
 #pragma once
 
 #include <filesystem>
@@ -43,19 +43,19 @@ struct Case {
   DdpOptions ddp{};
   double dropout = 0;
   bool clips = true;
-  bool schedules = true;  // the learning rate changes from step to step
+  bool schedules = true;  // changes the learning rate in each step
   bool evaluates = false;
   bool loads = false;  // gives the module's parameters other data, as torch::load() does, when steps are replayed
-  // Those of torch and of a derived class cannot be recorded, nor can any with fp64 parameters.
+  // torch's optimizers, derived classes (kOwnStep), and optimizers with fp64 parameters cannot be recorded.
   enum Stepper { kTorchAdamW, kAdamW, kAdam, kSgd, kSgdMomentum, kOwnStep } optimizer = kTorchAdamW;
-  bool interrupts = false;  // between replays: an eager step, a checkpoint saved and loaded, states replaced
+  bool interrupts = false;  // between replays: runs an eager step, saves and loads a checkpoint, replaces states
   bool is_fp64 = false;
   bool rank_order_sums = false;
-  int shapes = 1;  // of batches, in turn, each with a CapturedStep of its own
+  int shapes = 1;  // number of shapes of batches, which alternate; each shape has its own CapturedStep
 };
 
-// Trains, and returns the state and the losses, on the host. `captures`: by a CapturedStep. `folder` is for
-// checkpoints. Must be called by each rank of a group with the case's options.
+// Trains by a CapturedStep if `captures`, otherwise by an eager loop. Returns the state and the losses, on the host.
+// `folder` is for checkpoints. Collective.
 accelerator_training::State train(const Case& of, bool captures, const std::filesystem::path& folder,
                                   const std::shared_ptr<Communicator>& comm);
 

@@ -1,4 +1,4 @@
-// Calls of all collectives, whose results a test compares with those of another group.
+// Calls all collectives. Tests compare the results with those of another group.
 #pragma once
 
 #include <torch/torch.h>
@@ -15,7 +15,7 @@ using namespace internal;
 inline constexpr at::ScalarType kReducedDtypes[] = {at::kFloat,    at::kDouble, at::kHalf,
                                                     at::kBFloat16, at::kInt,    at::kLong};
 
-// The results of a rank, by name.
+// The results of a rank's collectives, by name.
 using Results = std::map<std::string, at::Tensor>;
 inline at::Tensor values_of(const Communicator& comm, int64_t numel, at::ScalarType dtype) {
   return testing_support::seeded(31 + comm.rank(), [&] { return torch::randn({numel}) * 100; })
@@ -23,7 +23,7 @@ inline at::Tensor values_of(const Communicator& comm, int64_t numel, at::ScalarT
       .to(comm.device());
 }
 
-// Every reduction, of even and uneven parts, into another tensor and in place.
+// Runs every reduction, of even and uneven parts, out of place and in place.
 inline Results reduce_all(Communicator& comm) {
   const int rank = comm.rank(), size = comm.size();
   Results results;
@@ -58,7 +58,7 @@ inline Results reduce_all(Communicator& comm) {
   return results;
 }
 
-// Every collective that only moves data, in all types.
+// Runs every collective that only moves data, in all dtypes.
 inline Results move_all(Communicator& comm) {
   const int rank = comm.rank(), size = comm.size(), last = size - 1;
   std::vector<int64_t> uneven, sent, received;  // all-to-all: rank a sends a + 2b elements to rank b

@@ -1,4 +1,4 @@
-// Planted faults: the simulation drops an order, wait or lifetime that the library requests, and must find each fault.
+// Tests that the simulation finds planted faults: it drops a request of the library for an order, wait or lifetime.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -16,10 +16,10 @@ using accelerator::Simulation;
 
 struct Fault {
   const char* name;
-  const char* training;  // the training in which it is planted
+  const char* training;  // name of the training case in which the fault is planted
   Request request;
   const char* place;   // drops requests with this function in their call stack
-  int delay_us = 200;  // initial delay; longer if the host calls in between take long
+  int delay_us = 200;  // longest delay with the first seed; larger if the host takes long between the two accesses
 };
 void PrintTo(const Fault& fault, std::ostream* out) { *out << fault.name; }
 
@@ -50,7 +50,7 @@ class PlantedFaults : public testing::TestWithParam<Fault> {};
 INSTANTIATE_TEST_SUITE_P(Faults, PlantedFaults, testing::ValuesIn(kFaults),
                          [](const auto& instance) { return instance.param.name; });
 
-// Whether a training with the planted fault reports it. The library's own checks may report it first.
+// Returns whether a training with the planted fault reports an error: of the simulation or of the library's own checks.
 bool is_found(const Fault& fault, uint64_t seed) {
   std::atomic<int> left_out = 0;
   const Simulation simulation({.seed = seed,
@@ -67,15 +67,15 @@ bool is_found(const Fault& fault, uint64_t seed) {
   return !Simulation::findings().empty() || !error.empty();
 }
 
-// A delayed host may find that the device has completed, e.g. because an allocator queries its events; then that run
-// has no race. So the device's delay grows until the fault is found.
+// A run has no race if the host is late and finds the device's work completed, for example because an allocator queries
+// events. So tries growing delays of the device until the fault is found.
 TEST_P(PlantedFaults, AreFound) {
   bool found = false;
   for (const uint64_t seed : accelerator::seeds(6)) found = found || is_found(GetParam(), seed);
   EXPECT_TRUE(found);
 }
 
-// A rank that once starts two collectives of a group in swapped order.
+// The planted fault: one rank once starts two collectives of a group in swapped order.
 TEST(PlantedOrder, OfIssueIsFound) {
   std::atomic<int> times = 0;
   const Simulation simulation({.leave_out = [&](Request request, std::string_view place) {

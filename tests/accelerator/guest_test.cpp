@@ -1,4 +1,4 @@
-// A group of a program that has a device and streams of its own: they are used, and stay current.
+// Tests a group in a program with its own device and streams: Tessera uses them, and leaves them current.
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -32,11 +32,11 @@ struct Current {
   std::vector<c10::Stream> streams;
 };
 
-// Where the caller is when it makes and uses the group.
+// The current device and stream of the caller when it makes and uses the group.
 enum class Caller { kOnDefaultStream, kOnOwnStream, kOnOtherDevice };
 
-// Trains on a rank's device by a group from a store; returns rank 0's parameters, on the host. Checks after each call
-// that the caller's device and streams are still current.
+// Trains with a group made from a store. Checks after each call that the caller's device and streams are still current.
+// Returns rank 0's parameters, on the host.
 std::vector<at::Tensor> train(Wrapper wrapper, Caller caller) {
   std::vector<at::Tensor> result;
   const TemporaryFolder folder;
@@ -55,7 +55,7 @@ std::vector<at::Tensor> train(Wrapper wrapper, Caller caller) {
     auto model = std::make_shared<Surrogate>();
     model->to(device_of(rank));
     GroupOptions options{.device = device_of(rank), .timeout = std::chrono::seconds(60)};
-    if (caller != Caller::kOnOtherDevice) options.device = at::kCUDA;  // the current one
+    if (caller != Caller::kOnOtherDevice) options.device = at::kCUDA;  // without an index: the current device
     const auto comm = communicator_from(store, rank, kWorld, options);
     check("communicator_from()");
     EXPECT_EQ(comm->device(), device_of(rank));
@@ -103,7 +103,7 @@ TEST(AcceleratorGuest, UsesTheCallersDeviceAndStreamAndLeavesThemCurrent) {
       const auto got = train(wrapper, caller);
       ASSERT_EQ(got.size(), expected.size());
       for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(torch::equal(got[i], expected[i])) << i;
-      // The simulation takes the host of another current device for another rank's, so it can find nothing last.
+      // With another current device, the simulation mistakes the host for another rank's, so findings are not valid.
       if (caller == Caller::kOnOwnStream) {
         EXPECT_EQ(Simulation::findings(), std::vector<std::string>());
       }

@@ -1,4 +1,4 @@
-// Memory on devices: page-locked memory, checkpoints, prefetched units, memory registered with NCCL.
+// Tests of memory with devices: page-locked memory, checkpoints, prefetched units, memory registered with NCCL.
 #include "core/memory/pinned_pool.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -33,7 +33,7 @@ torch::nn::Sequential chain(int layers, int64_t features) {
   });
 }
 
-// libtorch's own allocator would round up to the next power of two: nearly twice as much.
+// libtorch's allocator would round sizes up to the next power of two, to nearly twice as much.
 TEST(AcceleratorMemory, PageLockedMemoryIsExact) {
   const Simulation simulation;
   const at::Device device(at::kCUDA, 0);
@@ -44,7 +44,7 @@ TEST(AcceleratorMemory, PageLockedMemoryIsExact) {
     const at::Tensor first = pool.take(kBytes, at::kByte, "a test"), second = pool.take(kBytes, at::kByte, "a test");
     EXPECT_EQ(accelerator::page_locked_bytes() - before, 2 * kInPages);
     EXPECT_EQ(pool.lent_bytes(), 2 * kInPages);
-    // A limit counts the machine's memory: two whole allocations do not fit into twice their requested bytes.
+    // A limit counts whole pages, so two allocations do not fit into twice their requested bytes.
     PinnedPool tight({.device = device, .limit_bytes = 2 * kBytes});
     const at::Tensor third = tight.take(kBytes, at::kByte, "a test");
     expect_contains(error_of<std::runtime_error>([&] { tight.take(kBytes, at::kByte, "a test"); }), "of at most");
@@ -68,7 +68,7 @@ TEST(AcceleratorMemory, PageLockedMemoryIsUsedAgain) {
   expect_no_findings();
 }
 
-// Freed memory returns to the driver, which waits for no stream.
+// Freed memory returns to the driver, which does not wait for streams. So the memory must outlive copies in flight.
 TEST(AcceleratorMemory, PageLockedMemoryOutlivesItsCopies) {
   const Simulation simulation({.longest_delay_us = 20000});
   const at::Device device(at::kCUDA, 0);
@@ -84,8 +84,8 @@ TEST(AcceleratorMemory, PageLockedMemoryOutlivesItsCopies) {
 class AcceleratorSaves : public testing::TestWithParam<bool> {};
 INSTANTIATE_TEST_SUITE_P(CopyInBackground, AcceleratorSaves, testing::Bool());
 
-// Training that continues at once must not change the saved values. The copies do not block the host: each is copied
-// directly to page-locked memory of the exact size.
+// Training continues at once, and must not change the saved values. Copies do not block the host, because they go
+// directly to page-locked memory, which has the exact size.
 TEST_P(AcceleratorSaves, ASaveInTheBackgroundCopiesBesideTheLoop) {
   const bool in_background = GetParam();
   for (const uint64_t seed : accelerator::seeds(2)) {
@@ -125,14 +125,14 @@ TEST_P(AcceleratorSaves, ASaveInTheBackgroundCopiesBesideTheLoop) {
       const auto loaded = fsdp.full_state_dict();
       for (const auto& entry : expected)
         EXPECT_TRUE(torch::equal(entry.value().cpu(), loaded[entry.key()].cpu())) << entry.key();
-      // CUDA would make a context on device 0 for a thread that touches another device's events.
+      // A thread that used another device's events would make CUDA create a context on device 0.
       EXPECT_EQ(Simulation::counts(comm->rank()).events_elsewhere, 0);
     });
     expect_no_findings();
   }
 }
 
-// Of one unit or several, cast for use; read and changed there, on all ranks or on one.
+// Tests one and several units, with casts or without. All ranks or one rank read and change parameters on the host.
 TEST(AcceleratorMemory, FullParametersMayBeSummonedToTheHost) {
   const Simulation simulation;
   for (const int world : {1, 2})
@@ -185,7 +185,7 @@ TEST(AcceleratorMemory, FullParametersMayBeSummonedToTheHost) {
             EXPECT_TRUE(net->parameters()[0].is_cpu());
           }
         }
-        // Training continues, with all gradients.
+        // Training continues with all gradients.
         train();
         const auto trained = fsdp.full_state_dict({.offload_to_cpu = true});
         for (const auto& entry : reference->named_parameters())
@@ -194,7 +194,7 @@ TEST(AcceleratorMemory, FullParametersMayBeSummonedToTheHost) {
   expect_no_findings();
 }
 
-// On the thread's current device.
+// A device without an index is the thread's current device.
 TEST(AcceleratorMemory, ADeviceNeedsNoIndex) {
   const Simulation simulation;
   const c10::DeviceGuard guard(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(accelerator::device_count() - 1)));
@@ -213,7 +213,7 @@ TEST(AcceleratorMemory, ADeviceNeedsNoIndex) {
   expect_no_findings();
 }
 
-// A load replaces the existing tensors one after another.
+// A load replaces the existing tensors one after another, so it never holds a second state of the whole optimizer.
 TEST(AcceleratorMemory, ALoadKeepsNoSecondOptimizerState) {
   const TemporaryFolder folder;
   const Simulation simulation;
@@ -230,13 +230,13 @@ TEST(AcceleratorMemory, ALoadKeepsNoSecondOptimizerState) {
     PeakMemory memory(comm->device());
     const int64_t before = memory.current_bytes();
     load_checkpoint(folder.path() / "saved", fsdp, optimizer);
-    EXPECT_LE(memory.peak_bytes() - before, 2 * kLayerBytes);  // two copies of one parameter's state at a time
+    EXPECT_LE(memory.peak_bytes() - before, 2 * kLayerBytes);  // at most a second state of one parameter at a time
     EXPECT_LE(memory.current_bytes(), before);
   });
   expect_no_findings();
 }
 
-// The host runs ahead of a late device without taking more memory: from the second step on, gathers reuse memory whose
+// A host that runs ahead of a late device needs no more memory: after the first steps, gathers reuse memory whose
 // earlier use is ordered before them.
 TEST(AcceleratorMemory, AHostThatRunsAheadTakesNoMoreMemory) {
   accelerator::needs_simulation("CUDA's allocator takes 2 MiB at a time");
@@ -257,9 +257,9 @@ TEST(AcceleratorMemory, AHostThatRunsAheadTakesNoMoreMemory) {
     const int64_t reserved = accelerator::reserved_bytes(comm->rank());
     fsdp.reset_peak_memory();
     for (int i = 0; i < 4; ++i) step();
-    // Except for reports of a few bytes, some of which may be in flight.
+    // Permits some bytes for small reports between ranks, some of which may be in flight.
     EXPECT_LE(accelerator::reserved_bytes(comm->rank()) - reserved, kUnitBytes / 4);
-    // Recent and prefetched units.
+    // Two recent and two prefetched units.
     EXPECT_LE(fsdp.memory().peak_gathered_bytes, (2 + 2) * fsdp.memory().largest_unit_bytes);
   });
   expect_no_findings();
@@ -274,7 +274,7 @@ TEST(AcceleratorMemory, GathersGoToRegisteredMemoryIfAskedTo) {
     const Case& of = case_named(registered ? "fsdp_hybrid" : "fsdp");
     const Simulation simulation;
     EXPECT_EQ(difference(train_on_gloo(of), train_on_devices(of, options)), "");
-    // At least: four units and the remainder of the model, three times.
+    // At least three steps with gathers of four units and of the rest of the model.
     EXPECT_GE(Simulation::counts(0).registered_collectives, registered ? 3 * 5 : 0);
     EXPECT_EQ(Simulation::counts(0).registered_collectives > 0, registered);
     expect_no_findings();

@@ -1,5 +1,5 @@
-// libtorch's own modules under FullyShardedDataParallel on the accelerator: equal to training on CPUs, on GPUs to
-// rounding.
+// Tests libtorch's modules under FullyShardedDataParallel on the accelerator. Results equal those of training on CPUs:
+// bitwise in the simulation, and up to rounding on GPUs.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -38,7 +38,7 @@ struct Case {
   std::string name;
   std::function<Call(NetImpl&)> build;
   std::vector<int64_t> input = {4, 6};
-  // For GPUs whose kernel differs, or adds in another order.
+  // Used in the simulation. Above 0 if a module's kernel for devices differs from that for CPUs.
   double tolerance = 0;
   bool takes_indices = false;
 };
@@ -67,7 +67,7 @@ State train(const Case& of, std::shared_ptr<Communicator> comm) {
   return state;
 }
 
-// Calls one module's forward.
+// Returns a builder of a net that only calls one module's forward.
 template <class Holder>
 std::function<Call(NetImpl&)> only(Holder (*make)()) {
   return [make](NetImpl& net) -> Call {
@@ -207,7 +207,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, AcceleratorModules, testing::ValuesIn(cases()),
                          [](const auto& instance) { return instance.param.name; });
 
 TEST_P(AcceleratorModules, TrainAsOnCpus) {
-  constexpr double kOfGpus = 1e-3;  // its kernels differ
+  constexpr double kOfGpus = 1e-3;  // tolerance on GPUs, whose kernels differ from those of CPUs
   const Simulation simulation;
   const Case& of = GetParam();
   const int world = std::min(2, accelerator::device_count());
@@ -241,7 +241,7 @@ struct NoiseImpl : nn::Module {
 };
 TORCH_MODULE(Noise);
 
-// A device's kernels take no generator of the host.
+// A deferred constructor must draw on its device with that device's generator: kernels accept no generator of the host.
 TEST(AcceleratorDeferred, ConstructorsDrawOnTheDeviceThatTheyName) {
   const Simulation simulation;
   accelerator::on_devices(1, [](std::shared_ptr<Communicator> comm) {

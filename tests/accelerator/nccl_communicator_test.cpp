@@ -1,4 +1,4 @@
-// The NCCL communicator's own logic on devices: order, failures, ends.
+// Tests the NCCL communicator's own logic on devices: the order of operations, failures, and the end of groups.
 #include <c10/util/ScopeExit.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -60,7 +60,7 @@ TEST(NcclCommunicator, ARankThatThrowsEndsTheOthersByItsReason) {
   for (const std::string& text : others) expect_contains(text, "rank 1 failed: out of data");
 }
 
-// The queue of the group's operations must not own results: they would stay allocated until its thread looks again.
+// The group's queue of operations must not own results, which would stay allocated until its thread checks the queue.
 TEST(NcclCommunicator, AnOperationOwnsNoResultAfterItsWait) {
   for (const bool in_rank_order : {false, true}) {
     const Simulation simulation;
@@ -76,7 +76,7 @@ TEST(NcclCommunicator, AnOperationOwnsNoResultAfterItsWait) {
   }
 }
 
-// The host waits for other ranks only for results that it needs.
+// The host waits for other ranks only if it needs a result.
 TEST(NcclCommunicator, CountsForHowLongTheHostWaits) {
   const Simulation simulation;
   on_devices(2, [&](std::shared_ptr<Communicator> comm) {
@@ -93,7 +93,7 @@ TEST(NcclCommunicator, CountsForHowLongTheHostWaits) {
   });
 }
 
-// Once init() has chosen a device, kCUDA without an index means that one.
+// After init() has chosen a device, kCUDA without an index means this device.
 TEST(NcclCommunicator, InitMakesItsDeviceTheThreadsOwn) {
   const Simulation simulation;
   const c10::DeviceGuard guard(at::Device(at::kCUDA, 0));
@@ -147,8 +147,8 @@ TEST(NcclCommunicator, ARankThatDoesNotComeIsNamedAfterTheTimeout) {
   expect_contains(error, "rank 1");
 }
 
-// NCCL's kernels are not told that a peer has returned from its function, and heartbeats detect it much later. The
-// communicator may end with its peers.
+// NCCL's kernels do not notice that a peer has returned from its function, and heartbeats detect this much later. The
+// end of a communicator may wait for its peers.
 TEST(NcclCommunicator, ARankThatLeavesIsNamedWithinSeconds) {
   const Simulation simulation({.groups_end_together = true});
   for (const int leaver : {0, 1}) {
@@ -201,8 +201,8 @@ TEST(NcclCommunicator, AnErrorOfNcclsOwnEndsAllRanksByIt) {
   for (const int rank : {0, 2}) expect_contains(errors[rank], "rank 1 failed: all-reduce of x (9 elements) failed");
 }
 
-// A rank's view of a store in another process. If that process has ended, it throws; if it has stopped, it does not
-// answer.
+// A rank's view of a store in another process. Throws if that process has ended (kGone), and does not answer if it has
+// stopped (kSilent).
 class RemoteStore : public c10d::HashStore {
  public:
   enum State { kServes, kGone, kSilent };
@@ -226,11 +226,11 @@ class RemoteStore : public c10d::HashStore {
     return *served_;
   }
   const c10::intrusive_ptr<c10d::Store> served_;
-  const std::shared_ptr<std::atomic<State>> state_;  // threads left behind also query it
+  const std::shared_ptr<std::atomic<State>> state_;  // shared, because threads that outlive the test read the state
 };
 
-// Returns the errors of ranks 0 and 2 of three if rank 1 does not join the second all-reduce, and the store of the
-// ranks in `cut` has `state` from then on.
+// Rank 1 of three does not join the second all-reduce, from which on the store of the ranks in `cut` has `state`.
+// Returns the errors of ranks 0 and 2.
 std::map<int, std::string> errors_without_rank_1(const std::set<int>& cut, RemoteStore::State state) {
   accelerator::needs_devices(3);
   const auto shared = std::make_shared<std::atomic<RemoteStore::State>>(RemoteStore::kServes);
@@ -280,7 +280,7 @@ std::map<int, std::string> errors_without_rank_1(const std::set<int>& cut, Remot
   return errors;
 }
 
-// A killed process closes nothing that NCCL's kernels would see, and publishes nothing.
+// A killed process publishes no failure, and NCCL's kernels do not notice its end.
 TEST(NcclCommunicator, ARankThatDiesIsNamedWithinSeconds) {
   const Simulation simulation;
   for (auto& [rank, text] : errors_without_rank_1({1}, RemoteStore::kSilent)) {
@@ -289,7 +289,7 @@ TEST(NcclCommunicator, ARankThatDiesIsNamedWithinSeconds) {
   }
 }
 
-// NCCL sees the end of the process at once, and does not know its rank.
+// NCCL notices the end of a process at once, but does not know its rank.
 TEST(NcclCommunicator, ARankWhoseLossNcclReportsIsNamed) {
   std::array<std::atomic<int>, 3> operations{};
   const Simulation simulation({.fails = [&](int device, std::string_view) {
@@ -304,7 +304,7 @@ TEST(NcclCommunicator, ARankWhoseLossNcclReportsIsNamed) {
                         : "rank 1 has given no sign of life for");
 }
 
-// The reason of the rank arrives after NCCL's error.
+// The failed rank publishes its reason after NCCL's error has occurred.
 TEST(NcclCommunicator, ARankWhoseLossNcclReportsHasItsReasonNamed) {
   const Simulation simulation({.fails = [&](int device, std::string_view what) {
     return device != 1 && what == "all-reduce of 9 elements" ? "NCCL error: remote process exited" : "";
@@ -352,7 +352,7 @@ TEST(NcclCommunicator, EndsWithNothingUnderWay) {
       comm->all_reduce(x).wait();
       if (comm->rank() < 2) part->all_reduce(x).wait();
     }
-    auto dropped = comm->all_reduce(x);  // never waited for
+    auto dropped = comm->all_reduce(x);  // wait() is never called
   });
   EXPECT_TRUE(Simulation::findings().empty()) << Simulation::findings()[0];
 }
@@ -370,7 +370,7 @@ TEST(NcclCommunicator, AnExceptionEndsItWithoutWaitingForOthers) {
   expect_contains(error, "rank 0 gives up");
 }
 
-// All groups of a device run in the order of issue, as on a GPU: without deadlock.
+// Uses groups without a deadlock, although all groups of a device run in the order of issue, as on a GPU.
 TEST(NcclCommunicator, GroupsAreUsedInOneOrder) {
   const Simulation simulation({.collectives_in_order = true});
   on_devices(4, [&](std::shared_ptr<Communicator> comm) {
@@ -387,8 +387,8 @@ TEST(NcclCommunicator, GroupsAreUsedInOneOrder) {
   EXPECT_TRUE(Simulation::findings().empty()) << Simulation::findings()[0];
 }
 
-// Ranks take different paths through the model with equal sizes: unrelated collectives meet, nothing hangs, and all
-// numbers are wrong. The host compares fingerprints as they arrive and finds this.
+// Ranks use units of equal sizes in different orders. Unrelated collectives then match: nothing hangs, and all numbers
+// are wrong. The host finds this, because it compares fingerprints of collectives as they arrive.
 TEST(NcclCommunicator, UnitsThatAreUsedInAnotherOrderAreFound) {
   const Simulation simulation;
   const std::string error = first_error(2, [&](std::shared_ptr<Communicator> comm) {
@@ -405,7 +405,7 @@ TEST(NcclCommunicator, UnitsThatAreUsedInAnotherOrderAreFound) {
     net->to(comm->device());
     FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .prefetch = 0});
     const at::Tensor x = torch::ones({2, 8}, comm->device());
-    for (int step = 0; step < 20; ++step) {  // the device may be some steps behind
+    for (int step = 0; step < 20; ++step) {  // several steps, because the device may be some steps behind the host
       fsdp.zero_grad();
       fsdp(x).sum().backward();
     }
@@ -413,7 +413,7 @@ TEST(NcclCommunicator, UnitsThatAreUsedInAnotherOrderAreFound) {
   expect_contains(error, "the ranks disagree about what was gathered and reduced");
 }
 
-// During a backward in which the others take part.
+// The rank fails during a backward in which the other ranks take part.
 TEST(NcclCommunicator, ARankThatFailsInBackwardEndsTheOthersByItsReason) {
   const Simulation simulation;
   std::mutex mutex;
@@ -429,7 +429,7 @@ TEST(NcclCommunicator, ARankThatFailsInBackwardEndsTheOthersByItsReason) {
         if (step == 1 && comm->rank() == 2)
           y.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("the disk is full"); });
         y.sum().backward();
-        fsdp.clip_grad_norm_(1.0);  // which reads it
+        fsdp.clip_grad_norm_(1.0);  // the host reads the norm
         fsdp.zero_grad();
       }
     } catch (const CommError& error) {
@@ -441,8 +441,8 @@ TEST(NcclCommunicator, ARankThatFailsInBackwardEndsTheOthersByItsReason) {
   for (const std::string& text : others) expect_contains(text, "rank 2 failed: the disk is full");
 }
 
-// Kernels cut by the end of a group complete like others, with arbitrary results. The host must not return these as
-// results.
+// If the end of a group aborts a kernel, the kernel completes with arbitrary values. The host must not return these
+// values as results.
 TEST(NcclCommunicator, WhatAFailureHasCutIsNotGivenAway) {
   using Fsdp = FullyShardedDataParallel<torch::nn::Sequential>;
   struct Case {
@@ -497,7 +497,7 @@ TEST(NcclCommunicator, WhatAFailureHasCutIsNotGivenAway) {
   }
 }
 
-// The last step's all-reduce; no later communication would reveal the failure.
+// The failure aborts the all-reduce of the last step, and no later communication reveals it.
 TEST(NcclCommunicator, AReplicaWhoseLastStepWasCutIsNotGivenAway) {
   const Simulation simulation;
   std::string of_state, of_forward;
@@ -519,7 +519,7 @@ TEST(NcclCommunicator, AReplicaWhoseLastStepWasCutIsNotGivenAway) {
   for (const std::string& error : {of_state, of_forward}) expect_contains(error, "rank 1 failed: out of memory");
 }
 
-// Replicas of a model on parts of the ranks: three groups, with each rank in all of them.
+// Hybrid sharding has three groups (all ranks, a shard group, a replica group), and each rank is in all of them.
 TEST(NcclCommunicator, HybridTrainingUsesItsGroupsInOneOrder) {
   const accelerator_training::Case& of = accelerator_training::case_named("fsdp_hybrid");
   const Simulation simulation({.collectives_in_order = true});

@@ -1,5 +1,5 @@
-// Every wrapper on the accelerator: bit-equal to gloo on CPUs, without unordered accesses. On GPUs: equal to rounding,
-// with groups no larger than the number of GPUs.
+// Tests every wrapper on the accelerator: results are bitwise equal to those on gloo, and no accesses are unordered. On
+// GPUs, results are equal up to rounding, and groups have at most as many ranks as GPUs.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace {
 using namespace accelerator_training;
 using accelerator::Simulation;
 
-// 16 bit: each rank's sum is rounded.
+// Returns the tolerance on GPUs. It is larger with 16 bits, because each rank's sum is rounded.
 double tolerance_of(const Case& of) {
   if (!accelerator::on_gpus()) return 0;
   return of.fsdp.mixed_precision.param_dtype ? 2e-2 : 1e-4;

@@ -28,10 +28,10 @@ using std::chrono::steady_clock;
 using testing_support::seeded;
 
 constexpr int64_t kSteps = 12, kKilledAfter = 7, kCopyEvery = 2;
-// The copy of step 4 is complete on all ranks when commit() starts that of step 6, which the death may interrupt.
+// commit() starts the copy of step 6 when that of step 4 is complete on all ranks. The death may interrupt the former.
 constexpr int64_t kFirstRestored = 4, kLastRestored = 6;
-// Exact in fp32, to which devices round it. On GPUs, whose products round otherwise than CPUs', Adam has an epsilon
-// that does not amplify the difference.
+// Exact in fp32, to which devices round the rate. On GPUs, where products are rounded differently than on CPUs, Adam
+// has a large epsilon, so that a step does not amplify the difference.
 constexpr double kLearningRate = 0x1p-7;
 
 int rank_that_dies(const ElasticDeath& death, int world) { return death.is_of_rank_0 ? 0 : world - 1; }
@@ -76,7 +76,7 @@ class Trainer {
   AdamW optimizer_;
 };
 
-// Returns the parameters of a run on CPUs that continues from a checkpoint of the step with one rank less.
+// Returns the parameters of a run on CPUs that continues from a checkpoint of `step` with world - 1 ranks.
 State reference(int world, int64_t step) {
   const testing_support::TemporaryFolder folder;
   run_ranks(world, [&](std::shared_ptr<Communicator> comm) {
@@ -143,7 +143,7 @@ int train_elastically(const ElasticDeath& death) {
     first_world = run.first_world();
     restored = run.step();
     while (run.step() < kSteps) {
-      // A survivor may be a step behind the rank that dies.
+      // Overwritten in each step, because a survivor may be a step behind the rank that dies.
       if (run.generation() == 0) last_begun = steady_clock::now();
       if (run.generation() == 0 && run.step() == kKilledAfter &&
           run.comm()->rank() == rank_that_dies(death, first_world))
@@ -165,7 +165,7 @@ int train_elastically(const ElasticDeath& death) {
 bool check_elastic_survivors(const ElasticDeath& death, RankProcesses& ranks, seconds limit) {
   int right = 0, step = -1;
   double longest_s = 0, largest = 0;
-  std::set<std::string> results;  // a step and a checksum of the parameters: equal on all survivors
+  std::set<std::string> results;  // a survivor's step and checksum of parameters; must be equal on all survivors
   std::string wrong;
   for (int rank = 0; rank < ranks.size(); ++rank) {
     if (rank == rank_that_dies(death, ranks.size())) continue;

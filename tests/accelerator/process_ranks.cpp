@@ -1,10 +1,10 @@
-// Ranks as processes that share one device: accelerator_ranks [world size ...] [check]. The world size is 2
-// by default, and a name such as "captured steps" or "is killed" selects one check. NCCL refuses two ranks on a GPU of
-// one host, so each process has an NCCL_HOSTID, and NCCL sees as many hosts, which talk through sockets on loopback.
-// Without TESSERA_TEST_GPU the device is simulated. Shows results, order and failures, never speed.
+// Checks ranks that are processes, which share one device. Usage: accelerator_ranks [world size ...] [check]. The world
+// size is 2 by default. `check` is the name of a single check, such as "captured steps" or "is killed". NCCL refuses
+// two ranks on a GPU of one host. So each process has its own NCCL_HOSTID: NCCL sees hosts that sockets on loopback
+// connect. Without TESSERA_TEST_GPU, the device is simulated. Checks results, order and failures, but not speed.
 //
 // For each world size, one run checks the collectives and the wrappers. Then one run for each failure checks the errors
-// of the surviving ranks, or that they go on (process_elastic.h). Prints a line for each check, and a verdict at the
+// of the surviving ranks, or that they continue (process_elastic.h). Prints a line for each check, and a verdict at the
 // end.
 #include <signal.h>
 #include <torch/torch.h>
@@ -42,8 +42,8 @@ using std::chrono::seconds;
 using std::chrono::steady_clock;
 using testing_support::seeded;
 
-constexpr const char* kChecks = "checks:";  // a part that runs checks: all, or the one with the name that follows
-constexpr int kSurvived = 3;                // the exit code of a rank that has got a CommError
+constexpr const char* kChecks = "checks:";  // argument of ranks that run checks; a name after it selects one check
+constexpr int kSurvived = 3;                // exit code of a rank that has caught a CommError
 constexpr int kProcessesAtOnce = 16;
 constexpr seconds kLimitOfChecks{180}, kLimitOfFailures{75};
 
@@ -51,7 +51,7 @@ const Case kWrappers[] = {{.name = "ddp", .wrapper = Case::kDdp},
                           {.name = "sdp", .wrapper = Case::kSdp},
                           {.name = "fsdp", .wrapper = Case::kFsdp}};
 
-// The checks of one rank. A check returns a summary with its counts, and reports differences by fail().
+// Runs the checks on one rank. A check returns a summary with its counts, and reports differences by fail().
 class Checks {
  public:
   explicit Checks(std::shared_ptr<Communicator> comm)
@@ -64,7 +64,7 @@ class Checks {
     store_ = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
   }
 
-  // `only`: runs the check of this name; empty: all.
+  // Runs the check with the name `only`, or all checks if that is empty. Returns the exit code.
   int run(const std::string& only) {
     only_ = only;
     check("collectives", [&] { return compare(collectives::reduce_all, *comm_, is_exact_); });
@@ -96,7 +96,7 @@ class Checks {
     std::printf("FAILED on rank %d of %d: %s\n", comm_->rank(), size_, text.substr(0, 300).c_str());
   }
 
-  // With the results of gloo, whose ranks are threads of each process.
+  // Compares results with those of gloo, whose ranks are threads of this process.
   std::string compare(Results (*body)(Communicator&), Communicator& comm, bool is_exact) {
     Results expected;
     run_ranks(size_, [&](std::shared_ptr<Communicator> on_cpu) {
@@ -113,7 +113,7 @@ class Checks {
     }
     return c10::str(expected.size(), " results, ", equal, " of them with the bits of gloo");
   }
-  // Sums of at most 5 values of up to about 500.
+  // Returns whether sums of at most 5 values, of up to about 500 each, are equal up to rounding.
   static bool is_near(const at::Tensor& own, const at::Tensor& expected) {
     const at::ScalarType dtype = expected.scalar_type();
     if (!at::isFloatingType(dtype)) return torch::equal(own, expected);
@@ -138,7 +138,7 @@ class Checks {
     return figures + ", wrappers equal bit for bit";
   }
 
-  // Operations of a group and of two of its parts are in flight together.
+  // Checks a group and two subgroups whose operations are in flight at the same time.
   std::string two_groups() {
     const int half = comm_->rank() % 2;
     const auto part = comm_->split(half);
@@ -179,7 +179,7 @@ class Checks {
     return c10::str(count, " cases, the largest difference in fp32 is ", worst);
   }
 
-  // A thread keeps streams busy for random times while the wrappers train.
+  // Trains the wrappers while a thread keeps streams busy for random times, which must not change the results.
   std::string delays() {
     int count = 0;
     for (Case of : kWrappers) {
@@ -205,7 +205,7 @@ class Checks {
     return c10::str(count, " runs are equal bit for bit");
   }
 
-  // Steps that are CUDA graphs, with the bits of the loop. captured_step_test runs all cases on the simulation.
+  // Checks that CUDA graphs of steps give bitwise the results of a loop. (captured_step_test simulates all cases.)
   std::string captured_steps() {
     int count = 0;
     for (const captured_training::Case& of : captured_training::cases()) {
@@ -222,7 +222,7 @@ class Checks {
     return c10::str(count, " cases are equal bit for bit to the loop");
   }
 
-  // Saved by two ranks; loaded by all, and by one rank on a CPU.
+  // Saves a checkpoint with two ranks, and loads it with all ranks, and with one rank on a CPU.
   std::string checkpoints() {
     const auto pair = comm_->split(comm_->rank() < 2 ? 0 : -1);
     const std::filesystem::path folder = std::getenv(kFolder);
@@ -266,14 +266,14 @@ class Checks {
 
   const std::shared_ptr<Communicator> comm_;
   const int size_;
-  const bool is_exact_;  // the simulation adds as gloo does
+  const bool is_exact_;  // true for the simulation, which adds in the same order as gloo
   c10::intrusive_ptr<c10d::Store> store_;
   int failures_ = 0;
   std::string only_;
   bool has_run_ = false;
 };
 
-// One rank's failure in its third step, and the text that the others' errors must contain; "%" is its rank.
+// A failure of one rank in its third step. Errors of the other ranks must contain `reason`, with that rank for "%".
 struct Failure {
   const char* name;
   const char* reason;
@@ -302,7 +302,7 @@ int train_until_failure(const Failure& failure, const std::shared_ptr<Communicat
       fsdp.zero_grad();
       const bool fails_now = fails && step == 2;
       if (step == 2) {
-        comm->barrier();  // all ranks have connected, and the device is idle
+        comm->barrier();  // so that all ranks have connected, and the device is idle
         began = steady_clock::now();
       }
       if (fails_now && name.ends_with("is killed")) ::raise(SIGKILL);
@@ -321,7 +321,7 @@ int train_until_failure(const Failure& failure, const std::shared_ptr<Communicat
 }
 
 int rank_main(const std::string& part) {
-  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // stderr is in the same file
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // keeps the order of lines, because stderr goes to the same file
   const accelerator::Simulation simulation;
   return run_main([&] {
     at::set_num_threads(1);
@@ -336,7 +336,7 @@ int rank_main(const std::string& part) {
   });
 }
 
-// The lines of checks, without warnings of libraries.
+// Returns only the lines that checks have printed, without warnings of libraries.
 std::string lines_of_checks(const std::string& output) {
   std::istringstream lines(output);
   std::string line, text;
@@ -345,7 +345,7 @@ std::string lines_of_checks(const std::string& output) {
   return text.substr(0, 3000);
 }
 
-// Prints the lines of the ranks; returns whether all ended well.
+// Runs the checks on `world` processes, and prints their lines. Returns whether all ranks have succeeded.
 bool run_checks(const std::string& program, const std::string& only, int world) {
   RankProcesses group(program, kChecks + only, world);
   bool is_right = true;
@@ -361,12 +361,12 @@ bool run_checks(const std::string& program, const std::string& only, int world) 
   return is_right;
 }
 
-// Prints the survivors' errors; returns whether each of them named the rank that has failed.
+// Prints the survivors' errors. Returns whether each error names the rank that has failed.
 bool check_survivors(const Failure& failure, RankProcesses& group) {
   const int failed = rank_that_fails(failure, group.size());
   std::string reason = failure.reason;
   if (const auto at = reason.find('%'); at != std::string::npos) reason.replace(at, 1, std::to_string(failed));
-  // A rank that skips a backward lives on, and gets an error, too.
+  // A rank that skips a backward also survives, and gets an error.
   const bool all_survive = std::string_view(failure.name) == "skips a backward";
   int right = 0, survivors = 0;
   double longest_s = 0;
@@ -406,8 +406,8 @@ std::vector<FailurePart> failures() {
   return parts;
 }
 
-// Runs several parts at once, because they mostly wait. Each process has its turns on the device. Returns the number of
-// parts that were wrong.
+// Runs several parts concurrently, because they mostly wait; their processes share the device. Returns the number of
+// parts whose check failed.
 int wrong_failures(const std::string& program, const std::vector<FailurePart>& parts, int world) {
   int wrong = 0;
   const auto at_once = static_cast<size_t>(std::max(1, kProcessesAtOnce / world));

@@ -1,4 +1,4 @@
-// InitOptions::rank_order_sums: reductions of devices with the bits of gloo, where the backend adds in another order.
+// Tests InitOptions::rank_order_sums: reductions equal gloo's bitwise, although the backend adds in another order.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -27,7 +27,7 @@ using testing_support::expect_contains;
 const InitOptions kInRankOrder{.timeout = std::chrono::seconds(60), .rank_order_sums = true};
 using Body = std::function<Results(Communicator& comm)>;
 
-// The names of results of any rank that are not bit-equal.
+// Returns the names of the results that are not bitwise equal to gloo's on some rank.
 std::string differences(int world, const Body& body, const InitOptions& options) {
   std::mutex mutex;
   std::map<int, Results> expected, got;
@@ -62,7 +62,7 @@ TEST(RankOrder, ARingHasOtherBits) {
   expect_contains(differences(3, reduce_all, {}), "Float by 0: all-reduce of 67");
 }
 
-// More elements than fit in the staging memory, which several reductions in flight share.
+// Reduces more elements than fit into the staging memory, which several reductions in flight share.
 TEST(RankOrder, ExchangesLargeTensorsInPieces) {
   constexpr int64_t kNumel = 2 * RankOrderReduction::kStagingBytes / 8 + 3;
   accelerator::needs_simulation("the memory of each device");
@@ -88,7 +88,7 @@ TEST(RankOrder, ExchangesLargeTensorsInPieces) {
   for (const std::string& finding : Simulation::findings()) ADD_FAILURE() << finding;
 }
 
-// The reductions of all wrappers are of other tensors, with other boundaries.
+// Each wrapper reduces different tensors, which are divided at different boundaries.
 TEST(RankOrder, WrappersTrainToEqualBits) {
   const std::vector<Case> cases = {
       {.name = "ddp", .wrapper = Case::kDdp, .world = 3},
@@ -110,7 +110,7 @@ TEST(RankOrder, WrappersTrainToEqualBits) {
   for (const std::string& finding : Simulation::findings()) ADD_FAILURE() << finding;
 }
 
-// 16-bit gradients travel in 16 bit, and parts of the ranks reduce in groups of their own.
+// Tests 16-bit gradients, which are sent in 16 bits, and reductions in subgroups.
 TEST(RankOrder, OtherDtypesAndGroupsHaveTheBitsOfGloo) {
   accelerator::needs_simulation("the bits of a CPU's kernels");
   static const MixedPrecision bf16{.param_dtype = at::kBFloat16, .reduce_dtype = at::kBFloat16};

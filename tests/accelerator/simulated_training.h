@@ -6,7 +6,7 @@
 namespace tessera::accelerator_training {
 using namespace internal;
 
-// Runs train() on devices, under a Simulation; returns rank 0's result.
+// Runs train() on devices. Returns rank 0's result. A Simulation must exist.
 inline State train_on_devices(const Case& of, InitOptions options = {.timeout = std::chrono::seconds(60)}) {
   State state;
   accelerator::on_devices(

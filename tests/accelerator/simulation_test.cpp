@@ -1,4 +1,4 @@
-// The simulated accelerator itself: races that it must find, and correct code that it must accept.
+// Tests the simulated accelerator itself: it must find races, and must accept correct code.
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -23,7 +23,7 @@ const at::Device kDevice(at::kCUDA, 0);
 c10::Stream current_stream() { return c10::impl::VirtualGuardImpl(at::kCUDA).getStream(kDevice); }
 c10::Stream new_stream() { return c10::impl::VirtualGuardImpl(at::kCUDA).getStreamFromGlobalPool(kDevice); }
 
-// Orders all work given to `first` before later work of `then`.
+// Makes later work on `then` wait for all earlier work on `first`.
 void order(const c10::Stream& first, const c10::Stream& then) {
   c10::Event event(at::kCUDA);
   event.record(first);
@@ -95,7 +95,7 @@ TEST_F(SimulatedAccelerator, AcceptsWhatAnEventOrders) {
     c10::StreamGuard on(side);
     x.narrow(0, 4, 4).add_(1);
   }
-  x.narrow(0, 0, 4).add_(1);  // another part of it
+  x.narrow(0, 0, 4).add_(1);  // writes to another part of x, so needs no order
   order(side, current_stream());
   EXPECT_EQ(x.sum().item<float>(), 8);
   EXPECT_TRUE(Simulation::findings().empty()) << Simulation::findings()[0];
@@ -196,7 +196,7 @@ TEST_F(SimulatedNccl, GivesWhatTheCommunicatorPromises) {
   }
 }
 
-// As on a GPU, the host waits only for sizes and values.
+// Counts host waits as on a GPU, where the host waits only for values and for sizes that depend on values.
 TEST_F(SimulatedAccelerator, CountsWhatStopsTheHost) {
   const Simulation simulation;
   const at::Device device(at::kCUDA, 0);

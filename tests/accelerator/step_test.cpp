@@ -1,4 +1,4 @@
-// The cost of a step on an accelerator (host synchronisations, launches), and its refusals.
+// Tests the cost of a step on an accelerator (host synchronisations and launches), and which uses are refused.
 #include <c10/core/DeviceGuard.h>
 #include <gtest/gtest.h>
 
@@ -90,7 +90,7 @@ TEST(AcceleratorStep, DoesNotStopTheHost) {
   });
 }
 
-// Streams wait for the copies of shards, and the host once for each gradient.
+// With offload, streams wait for the copies of shards, and the host waits once for each gradient.
 TEST(AcceleratorStep, OffloadStopsTheHostOnceAGradient) {
   const Simulation simulation;
   accelerator::on_devices(std::min(2, accelerator::device_count()), [](std::shared_ptr<Communicator> comm) {
@@ -109,7 +109,7 @@ TEST(AcceleratorStep, OffloadStopsTheHostOnceAGradient) {
   });
 }
 
-// All gradients share one flag: the number of launches does not depend on their count.
+// All gradients share one flag, so the number of launches does not depend on the number of gradients.
 TEST(AcceleratorStep, CheckFiniteStopsTheHostOnceAndCostsTheSameForAllGradients) {
   accelerator::needs_simulation("it counts launches");
   const Simulation simulation;
@@ -132,12 +132,12 @@ TEST(AcceleratorStep, CheckFiniteStopsTheHostOnceAndCostsTheSameForAllGradients)
   });
 }
 
-// The norms of all gradients come from one launch, and become one tensor by another.
+// One launch computes the norms of all gradients, and another one stacks them.
 TEST(AcceleratorStep, ClippingCostsTheSameForAllGradients) {
   accelerator::needs_simulation("it counts launches");
   const Simulation simulation;
   accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {
-    std::map<int, std::vector<int64_t>> of_clipping;  // by layers
+    std::map<int, std::vector<int64_t>> of_clipping;  // by number of layers
     for (const int layers : {3, 6}) {
       std::map<bool, std::vector<int64_t>> launches;  // by whether the step clips
       for (const bool clips : {false, true}) {
@@ -156,15 +156,15 @@ TEST(AcceleratorStep, ClippingCostsTheSameForAllGradients) {
   });
 }
 
-// A loop without wrappers, to measure the device's cost of one step.
+// Stands in for a wrapper, to measure the cost of a step without wrappers.
 struct Plain {
   at::Tensor operator()(const at::Tensor& x) { return net->forward(x); }
   void clip_grad_norm_on_device_(double) { throw std::logic_error("a plain loop does not clip"); }
   torch::nn::Sequential net;
 };
 
-// One more unit costs its two gathers, its reduction, the model's own kernels, and at most these launches, independent
-// of its number of parameters.
+// A further unit costs two gathers, a reduction, the kernels of its modules, and a few launches, whose number does not
+// depend on the number of its parameters.
 TEST(AcceleratorStep, AUnitCostsAFewLaunches) {
   accelerator::needs_simulation("it counts launches");
   const Simulation simulation;
@@ -185,7 +185,7 @@ TEST(AcceleratorStep, AUnitCostsAFewLaunches) {
             launches[layers] += times;
     });
   }
-  // Six gradients are copied into the bucket by one launch, and one launch clears all gaps.
+  // One launch copies the unit's six gradients into the bucket, and one launch clears all gaps between them.
   EXPECT_LE(launches[4] - launches[3], 2);
   for (const int layers : {3, 4}) {
     accelerator::on_devices(1, [&](std::shared_ptr<Communicator> comm) {
@@ -201,7 +201,7 @@ TEST(AcceleratorStep, AUnitCostsAFewLaunches) {
   EXPECT_LE(all[4] - all[3], plain[4] - plain[3] + 6);
 }
 
-// An input changes after its copy to the host has started: an error, whichever is first.
+// An input changes after its copy to the host has started. This is an error, whether or not the copy has completed.
 TEST(AcceleratorStep, AnInputThatChangesAfterItWasKeptIsRefused) {
   const Simulation simulation;
   const at::Device device(at::kCUDA, 0);
@@ -220,7 +220,7 @@ TEST(AcceleratorStep, AnInputThatChangesAfterItWasKeptIsRefused) {
                   "has been modified by an inplace operation");
 }
 
-// The recomputation of a checkpointed part draws the same random numbers on its device.
+// The recomputation of a checkpointed part must draw the same random numbers on its device as the first forward.
 TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersAgain) {
   const Simulation simulation;
   accelerator::needs_devices(2);
@@ -232,7 +232,7 @@ TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersAgain) {
   EXPECT_TRUE(torch::equal(y.detach().cpu(), x.grad().cpu()));
 }
 
-// Even if its inputs are on another device, e.g. indices on the CPU.
+// The same must hold if the part's inputs are on another device, such as indices on the CPU.
 TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnTheThreadsDevice) {
   const Simulation simulation;
   accelerator::needs_devices(2);
@@ -247,7 +247,7 @@ TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnTheThreadsDevice) {
   EXPECT_TRUE(torch::equal(y.detach().cpu(), weight.grad().cpu()));
 }
 
-// Or if its outputs are: a part of a model on another device than the part before.
+// The same must hold if only the outputs are on another device, as in a model that is split over devices.
 TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnItsOutputsDevice) {
   const Simulation simulation;
   accelerator::needs_devices(3);
@@ -259,7 +259,7 @@ TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnItsOutputsDevice) {
   EXPECT_TRUE(torch::equal(y.detach().cpu(), x.grad().cpu()));
 }
 
-// A gradient that awaits its copy belongs to autograd and must not be changed.
+// Until DDP has copied a gradient into its bucket, the gradient must not be changed.
 TEST(AcceleratorStep, AGradientThatIsChangedInPlaceAfterItCameIsRefused) {
   const Simulation simulation;
   accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {

@@ -16,7 +16,7 @@ using testing_support::seeded;
 
 constexpr int64_t kFeatures = 24;
 constexpr int kBlocks = 4, kSteps = 3;
-// Blocks of two towers in the order of the host's calls; true: on the side stream.
+// The tower of each block, in the order of the host's calls. True: the tower on the side stream.
 constexpr bool kTowers[] = {true, false, true, false, false, true};
 
 void order(const c10::Stream& first, const c10::Stream& then) {
@@ -56,10 +56,10 @@ struct NetImpl : torch::nn::Module {
   at::Tensor call_block(int i, const at::Tensor& x) {
     auto block = blocks->ptr<torch::nn::LinearImpl>(i);
     auto once = [block](const at::Tensor& in) { return torch::tanh(block->forward(in)); };
-    const bool ends_towers = of_.towers && i + 1 == static_cast<int>(std::size(kTowers));  // it keeps no input
+    const bool ends_towers = of_.towers && i + 1 == static_cast<int>(std::size(kTowers));  // so not checkpointed
     return of_.checkpointed && !ends_towers ? checkpointed(once, x) : once(x);
   }
-  // Results of the side stream stay there until both towers are complete.
+  // Only the sum of both towers' results uses a result of the side stream on the main stream.
   at::Tensor towers(const at::Tensor& x) {
     at::Tensor ours = x, beside = x;
     if (!x.is_cpu()) {
@@ -78,7 +78,7 @@ struct NetImpl : torch::nn::Module {
     }
     return ours + beside;
   }
-  // Like a data loader: in the side stream's own memory, ordered after none of the loop's work.
+  // Allocates tensors on the side stream without any order after the loop's work, like a data loader.
   void make_next_batch() const {
     if (!side_) return;
     c10::StreamGuard on(*side_);
@@ -86,14 +86,14 @@ struct NetImpl : torch::nn::Module {
     for (int i = 0; i < 6; ++i) parts.push_back(torch::ones({kFeatures, kFeatures}, side_->device()));
     for (int i = 0; i < 6; ++i) parts.push_back(torch::ones({kFeatures}, side_->device()));
   }
-  // Computes a statistic of a weight on the side stream; nothing waits for it until the end of forward.
+  // Computes a statistic of a weight on the side stream, for which no stream waits until the end of forward.
   void watch(const at::Tensor& weight) {
     if (!side_) return;
     c10::StreamGuard on(*side_);
     for (int i = 0; i < 4; ++i) weight.detach().square().sum();
   }
-  // Runs on the model's own stream, with the order of a careful user: the main stream uses the weight just before and
-  // just after.
+  // Runs the second half of a batch on the model's own stream, with the order that a careful user requests. The main
+  // stream uses the weight just before and just after.
   template <class Run>
   at::Tensor beside(const at::Tensor& x, Run run) {
     if (x.is_cpu()) return torch::cat({run(x.narrow(0, 0, 2)), run(x.narrow(0, 2, 2))});
@@ -123,7 +123,7 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-// The loop's stream for a step, ordered after all earlier and before all later work.
+// The stream on which the loop runs a step, ordered after all earlier and before all later work of the loop.
 class LoopStream {
  public:
   LoopStream(const Case& of, at::Device device) : device_(device) {
@@ -193,7 +193,7 @@ State run_steps(const Case& of, Wrapper& wrapper, torch::optim::Optimizer& optim
 State train(const Case& of, std::shared_ptr<Communicator> comm) {
   Net net = seeded(5, [&] { return Net(of, comm->rank()); });
   net->to(comm->device());
-  // GPUs round products differently; a step must not amplify that difference.
+  // GPUs round products differently, so they have a large epsilon, with which a step does not amplify the difference.
   const auto adam = torch::optim::AdamWOptions(1e-2).eps(accelerator::on_gpus() ? 1 : 1e-8);
   if (of.wrapper == Case::kFsdp) {
     FsdpOptions options = of.fsdp;
@@ -269,7 +269,7 @@ const std::vector<Case>& cases() {
       {.name = "fsdp_branches", .branches = true},
       {.name = "fsdp_branches_prefetch", .world = 3, .fsdp = {.prefetch = 2}, .branches = true, .accumulates = true},
       {.name = "fsdp_activations_towers", .checkpointed = true, .activations = true, .towers = true},
-      // Gradients of both streams wait until the end of backward: only then is it known which parameters are unused.
+      // The unit's gradients, from both streams, wait until backward ends, when unused parameters are known.
       {.name = "fsdp_one_unit_towers", .checkpointed = true, .side_stream = true, .towers = true, .one_unit = true},
       {.name = "sdp", .wrapper = Case::kSdp},
       {.name = "sdp_three_ranks", .wrapper = Case::kSdp, .world = 3, .clips = true, .accumulates = true},

@@ -1,4 +1,4 @@
-// One small training run under every wrapper, on gloo's CPUs or on the accelerator.
+// A small training run under each wrapper, on CPUs with gloo or on the accelerator.
 #pragma once
 
 #include <map>
@@ -16,7 +16,7 @@ struct Case {
   enum Wrapper { kFsdp, kSdp, kDdp } wrapper = kFsdp;
   int world = 2;
   FsdpOptions fsdp{};                    // .offload also applies to OSS
-  WireFormat wire = WireFormat::kDtype;  // of SDP
+  WireFormat wire = WireFormat::kDtype;  // SdpOptions::wire
   bool host_adam = false;                // HostAdamW instead of torch's AdamW
   bool checkpointed = false;             // recomputes blocks in backward
   bool activations = false;              // keeps block inputs in host memory
@@ -25,20 +25,20 @@ struct Case {
   bool branches = false;                 // every second block uses the model's own stream
   bool towers = false;                   // two towers, one on the model's own stream, which also makes the next batch
   bool one_unit = false;                 // one FSDP unit of all blocks
-  bool evaluates = false;                // before and after the step
+  bool evaluates = false;                // runs an evaluation before and after each step
   bool clips = false;
-  bool accumulates = false;  // under no_sync()
-  int unused_on = -1;        // the rank whose model skips a block
+  bool accumulates = false;  // accumulates gradients under no_sync()
+  int unused_on = -1;        // the rank whose model skips a block; -1: none
 };
 
-// Trains a few steps; returns the state dictionary, on the host. Must be called by each rank.
+// Trains a few steps. Returns the state dictionary, on the host. Collective.
 using State = std::map<std::string, at::Tensor>;
 State train(const Case& of, std::shared_ptr<Communicator> comm);
 
-// Trains on gloo; returns rank 0's state.
+// Trains on CPUs with gloo. Returns rank 0's state.
 State train_on_gloo(const Case& of);
 
-// Returns the names of tensors that differ: in any bit, or by more than the tolerance, relative or absolute.
+// Returns the names of tensors that differ by more than `tolerance`, relative or absolute; with 0, that differ bitwise.
 std::string difference(const State& expected, const State& got, double tolerance = 0);
 
 inline void PrintTo(const Case& of, std::ostream* out) { *out << of.name; }  // for GoogleTest
