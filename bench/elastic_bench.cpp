@@ -145,7 +145,7 @@ void compare_costs(const Arguments& arguments, const train_step::Options& option
   });
 }
 
-// Returns act(argc, argv), where argv has the words of the command line `words`.
+// Returns act(argc, argv) with `words` as the arguments.
 template <class Act>
 auto with_arguments(std::vector<std::string> words, Act act) {
   std::vector<char*> argv;

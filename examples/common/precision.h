@@ -50,7 +50,7 @@ class Mixed {
 
   // Returns the option for FSDP that casts units to this precision.
   tessera::MixedPrecision of_units() const;
-  // Returns the result of compute(), which must run a forward, under autocast if `autocasts`.
+  // Returns compute(), which runs a forward. Calls it under autocast if `autocasts`.
   template <class Compute>
   auto compute(Compute compute) const {
     std::optional<tessera::Autocast> autocast;

@@ -45,7 +45,7 @@ struct TrainOptions {
   bool elastic = false;        // survive the death of ranks
   ElasticBatch elastic_batch = ElasticBatch::kKeep;
   int64_t copy_every = 10;           // elastic: steps between copies of the state
-  std::filesystem::path rendezvous;  // ElasticOptions::rendezvous
+  std::filesystem::path rendezvous;  // elastic: folder by which processes join (ElasticOptions::rendezvous)
   int restarts = 3;                  // elastic: maximum number of restarts of each rank
   bool plan = false;                 // print the memory that each rank would need; do not train
 

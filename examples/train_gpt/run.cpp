@@ -327,7 +327,7 @@ int report_mistake(const OptionsError& error) {
   return 2;
 }
 
-// Returns true on only one rank, which prints the mistake that all ranks find. Returns true if the store fails.
+// Returns true on only one rank, which prints the mistake that all ranks find. Also returns true if the store fails.
 bool is_first_to_fail(const tessera::Communicator& comm) {
   try {
     return tessera::internal::StoreMailbox(comm, "train_gpt").add("failed", 1) == 1;

@@ -30,7 +30,7 @@ struct StepReport {
   std::vector<MemoryUse> memory_by_rank;
 };
 
-// Returns the number of sequences in a step of `ranks` ranks, which are those of the first group.
+// Returns the number of sequences in a step. `ranks` is the world size of the first group.
 int64_t sequences_of_step(const TrainOptions& options, int ranks);
 
 // Runs the training loop, which is the same for every wrapper. All ranks must construct it with the same options, and

@@ -78,7 +78,7 @@ class Backend final : public c10d::Backend {
   const std::shared_ptr<SimulatedGroup> group_;
   const int64_t registration_ = next_registration();
   uint64_t sequence_ = 0;
-  std::optional<uint64_t> late_;  // number of a collective that the previous one has overtaken (kCollectiveInTurn)
+  std::optional<uint64_t> late_;  // the next collective's number, which the previous one skipped (kCollectiveInTurn)
   bool ended_ = false;
 };
 
