@@ -23,7 +23,7 @@ time ctest --preset "$preset" -j $((${JOBS:-$(nproc)} + 2)) --no-tests=error "${
 status=${PIPESTATUS[0]}
 failed_names >"$work/first"
 
-reports='(Address|Leak|Thread)Sanitizer|runtime error:'
+reports='(Address|Leak|Thread)Sanitizer:|runtime error:'
 if [ "$status" -ne 0 ] && [ -s "$work/first" ] && ! grep -qE "$reports" "$work/log"; then
   printf '\n==== once more, alone: %s\n' "$(paste -s -d' ' "$work/first")"
   # By name: --rerun-failed selects by number, and a preset's filter changes the numbers.
