@@ -1,4 +1,4 @@
-// Sharded checkpoints: saves every 10 steps, and before it stops on Ctrl-C or SIGTERM. The next run continues from the
+// Sharded checkpoints: saves every 10 steps and before it stops (Ctrl-C, SIGTERM), and a second run continues from the
 // newest checkpoint, on any number of ranks.
 //
 //   checkpoint FOLDER STEPS [--ranks N]      N processes on this host, 2 by default
@@ -57,7 +57,7 @@ int train(const std::string& folder, int64_t steps, const std::shared_ptr<tesser
     loss.backward();
     optimizer.step();
     if (step % 5 == 0) print_loss(step, loss, *comm);
-    const int signal = tessera::stop_requested(*comm);  // equal on all ranks; 0: no signal
+    const int signal = tessera::stop_requested(*comm);  // the same on all ranks
     if (++step % 10 == 0 || signal != 0)  // each rank writes its shards; a checkpoint is complete or absent
       tessera::save_checkpoint(folder + "/step-" + std::to_string(step), fsdp, optimizer, {{"step", step}});
     if (signal != 0) return 128 + signal;

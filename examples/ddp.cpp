@@ -1,5 +1,5 @@
-// DistributedDataParallel, without sharding: each rank keeps the whole model. Accumulates the gradients of two
-// micro-batches, and averages them over ranks once per step.
+// DistributedDataParallel, without sharding: each rank keeps the whole model. Gradients of two micro-batches are
+// accumulated, and averaged over ranks once a step.
 //
 //   ddp [--ranks N]                                  N processes on this host, 2 by default
 //   torchrun --no-python --nproc-per-node 4 ddp      or srun, mpirun: the launcher sets the number of ranks
@@ -48,7 +48,7 @@ void train(const std::shared_ptr<tessera::Communicator>& comm) {
     optimizer.zero_grad();
     auto loss = torch::zeros({});
     {
-      const auto local = ddp.no_sync();  // this backward does not reduce gradients; the next one does
+      const auto local = ddp.no_sync();  // gradients stay on this rank until the next backward
       auto first = torch::mse_loss(ddp(halves[0]), halves[0].sin()) / 2;
       first.backward();
       loss += first.detach();

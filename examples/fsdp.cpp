@@ -39,7 +39,7 @@ void print_loss(int64_t step, const at::Tensor& loss, tessera::Communicator& com
 
 void train(const std::shared_ptr<tessera::Communicator>& comm) {
   auto model = make_model();  // any module, unchanged
-  // Each block is a unit: its parameters are unsharded before they are used, and resharded afterwards.
+  // Each block is a unit: its parameters are gathered before they are used and freed after.
   tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = tessera::wrap_modules<BlockImpl>()});
   torch::optim::AdamW optimizer(fsdp.parameters(), 1e-3);  // after wrapping: it steps this rank's shards
   if (comm->rank() == 0) std::cout << fsdp.describe();
@@ -47,9 +47,9 @@ void train(const std::shared_ptr<tessera::Communicator>& comm) {
   for (int64_t step = 0; step < 20; ++step) {
     const auto x = rows_of_step(step, *comm);
     optimizer.zero_grad();
-    auto loss = torch::mse_loss(fsdp(x), x.sin());  // the loss of this rank's rows
-    loss.backward();                                // leaves 1/N of the mean gradient of all ranks on each rank
-    fsdp.clip_grad_norm_(1.0);                      // clips by the norm of the whole model's gradient
+    auto loss = torch::mse_loss(fsdp(x), x.sin());  // of this rank's rows
+    loss.backward();                                // leaves the mean gradient of all ranks, 1/N on each
+    fsdp.clip_grad_norm_(1.0);                      // the norm of the whole model's gradient
     optimizer.step();
     if (step % 5 == 0 || step == 19) print_loss(step, loss, *comm);
   }

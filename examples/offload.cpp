@@ -1,6 +1,6 @@
 // FullyShardedDataParallel with offload: shards, gradients and optimizer state stay in host memory, where the optimizer
-// runs. Backward recomputes activations. With GPUs (tessera::init({.backend = "nccl"})), only the units in use are on
-// the device.
+// runs; activations are recomputed in backward. With a GPU (tessera::init({.backend = "nccl"})) only the units in use
+// are on the device.
 //
 //   offload [--ranks N]                                  N processes on this host, 2 by default
 //   torchrun --no-python --nproc-per-node 4 offload      or srun, mpirun: the launcher sets the number of ranks

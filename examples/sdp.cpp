@@ -1,5 +1,5 @@
-// OSS and ShardedDataParallel, ZeRO stage 2: each rank keeps all parameters, but gradients and optimizer state only of
-// the parameters that it owns.
+// OSS and ShardedDataParallel, ZeRO stage 2: each rank keeps all parameters, and the gradients and optimizer state of
+// those that it owns.
 //
 //   sdp [--ranks N]                                  N processes on this host, 2 by default
 //   torchrun --no-python --nproc-per-node 4 sdp      or srun, mpirun: the launcher sets the number of ranks
@@ -46,10 +46,10 @@ void train(const std::shared_ptr<tessera::Communicator>& comm) {
   for (int64_t step = 0; step < 20; ++step) {
     const auto x = rows_of_step(step, *comm);
     optimizer.zero_grad();
-    auto loss = torch::mse_loss(sdp(x), x.sin());  // the loss of this rank's rows
+    auto loss = torch::mse_loss(sdp(x), x.sin());  // of this rank's rows
     loss.backward();                               // leaves the mean gradient of all ranks on the owner
-    sdp.clip_grad_norm_(1.0);                      // clips by the norm of the whole model's gradient
-    optimizer.step();                              // owners update their parameters, and broadcast them
+    sdp.clip_grad_norm_(1.0);                      // the norm of the whole model's gradient
+    optimizer.step();                              // owners update, then broadcast
     if (step % 5 == 0 || step == 19) print_loss(step, loss, *comm);
   }
 
