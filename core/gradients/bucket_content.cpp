@@ -63,35 +63,37 @@ void BucketContent::wait_for_more(size_t member, const at::Tensor& gradient) {
 
 void BucketContent::put(const GradientBucket& bucket, size_t member, const at::Tensor& gradient, bool is_first) {
   is_first ? uses.use() : uses.join();
-  if (is_first && has_bytes_of_place(bucket, member, gradient)) {
-    if (is_without_data()) return;
-    const auto [values, offset] = place_of(bucket, member);
-    auto* const place = static_cast<std::byte*>(values.mutable_data_ptr()) + offset * values.element_size();
-    std::memcpy(place, gradient.const_data_ptr(), gradient.nbytes());
-    return;
-  }
+  if (is_first && copy_bytes(bucket, member, gradient)) return;
   const at::Tensor place = view_of_place(bucket, member);
   is_first ? place.copy_(gradient) : place.add_(gradient);
 }
 
-// Whether a small gradient on the CPU has the same bytes, in the same order, as its place in the bucket. Callers then
-// copy bytes, because an operator's dispatch takes longer than the copy. A large copy needs an operator's threads.
-bool BucketContent::has_bytes_of_place(const GradientBucket& bucket, size_t member, const at::Tensor& gradient) {
+// Copies a small gradient on the CPU as bytes, because an operator's dispatch takes longer than the copy. Returns false
+// if an operator must copy: a large copy needs its threads, and other bytes or dispatch keys its conversion. A gradient
+// with a key of its own may be a parameter of FSDP, whose memory exists only while operators use it.
+bool BucketContent::copy_bytes(const GradientBucket& bucket, size_t member, const at::Tensor& gradient) {
+  const at::Tensor& values = parts[bucket.route.piece_of[member]].values;
   const ParameterGeometry& geometry = bucket.geometries[member];
-  return gradient.is_cpu() && gradient.layout() == at::kStrided && gradient.numel() > 0 &&
-         gradient.nbytes() <= kSmallGradientBytes && gradient.scalar_type() == bucket.dtype &&
-         gradient.sizes() == at::IntArrayRef(geometry.sizes) && gradient.strides() == at::IntArrayRef(geometry.strides);
+  if (!gradient.is_cpu() || gradient.layout() != at::kStrided || gradient.numel() == 0 ||
+      gradient.nbytes() > kSmallGradientBytes || gradient.scalar_type() != bucket.dtype ||
+      gradient.sizes() != at::IntArrayRef(geometry.sizes) || gradient.strides() != at::IntArrayRef(geometry.strides) ||
+      !values.key_set().isSupersetOf(gradient.key_set()))
+    return false;
+  if (is_without_data()) return true;
+  auto* const begin = static_cast<std::byte*>(values.mutable_data_ptr());
+  std::memcpy(begin + offset_of_place(bucket, member) * values.element_size(), gradient.const_data_ptr(),
+              gradient.nbytes());
+  return true;
 }
 
-std::pair<at::Tensor, int64_t> BucketContent::place_of(const GradientBucket& bucket, size_t member) const {
-  const size_t piece = bucket.route.piece_of[member];
-  return {parts[piece].values,
-          bucket.layout.offset(static_cast<int64_t>(member)) - bucket.route.pieces[piece].range.begin};
+int64_t BucketContent::offset_of_place(const GradientBucket& bucket, size_t member) {
+  return bucket.layout.offset(static_cast<int64_t>(member)) -
+         bucket.route.pieces[bucket.route.piece_of[member]].range.begin;
 }
 
 at::Tensor BucketContent::view_of_place(const GradientBucket& bucket, size_t member) const {
-  const auto [values, offset] = place_of(bucket, member);
-  return detached_view_in(values, bucket.geometries[member], offset);
+  return detached_view_in(parts[bucket.route.piece_of[member]].values, bucket.geometries[member],
+                          offset_of_place(bucket, member));
 }
 
 void BucketContent::copy_waiting(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "core/gradients/gradient_bucket.h"
@@ -97,9 +96,9 @@ struct BucketContent {
   bool forget(const GradientBucket& bucket, size_t member);
 
  private:
-  static bool has_bytes_of_place(const GradientBucket& bucket, size_t member, const at::Tensor& gradient);
-  // Returns the values of the member's piece, and the offset of the member in them, in elements.
-  std::pair<at::Tensor, int64_t> place_of(const GradientBucket& bucket, size_t member) const;
+  bool copy_bytes(const GradientBucket& bucket, size_t member, const at::Tensor& gradient);
+  // Returns the offset of the member in the values of its piece, in elements.
+  static int64_t offset_of_place(const GradientBucket& bucket, size_t member);
   at::Tensor view_of_place(const GradientBucket& bucket, size_t member) const;
 };
 
