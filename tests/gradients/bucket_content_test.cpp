@@ -4,7 +4,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <string>
 #include <vector>
+
+#include "core/paging/residency.h"
 
 namespace tessera::bucket_content_test {
 using namespace internal;
@@ -56,6 +59,25 @@ TEST(BucketContent, CopiesAGradientOfAnyDtypeAndSize) {
   expect_in_second_place(torch::zeros({0, 4}), torch::zeros({0, 4}));
   expect_in_second_place(torch::zeros({}), torch::full({}, 3.0));
   expect_in_second_place(torch::zeros({300, 400}), torch::arange(120000.0).view({300, 400}));  // above the small size
+}
+
+// Attaches a page of values when an operator uses it.
+struct OnesPager : Pager {
+  void use(const std::vector<Page*>& pages) override {
+    for (Page* page : pages)
+      if (!page->is_attached()) page->attach(torch::ones({12}));
+  }
+  bool refuse(const Page&, const at::Tensor&, const std::string&) override { return false; }
+};
+
+// A function of a DDP model may give a parameter of an FSDP model as gradient.
+TEST(BucketContent, CopiesAGradientWhosePageIsDetached) {
+  OnesPager pager;
+  Page page(&pager, 0, "a page", at::kCPU);
+  const at::Tensor parameter = torch::zeros({3, 4});
+  const at::Tensor values = memory_after(parameter, page.view(at::kFloat, {3, 4}, {4, 1}, 0));
+  EXPECT_TRUE(torch::equal(values.narrow(0, 12, 12), torch::ones({12})));
+  page.detach_pager();
 }
 
 TEST(BucketContent, MakesGradientsThatAutogradDoesNotTrack) {

@@ -154,34 +154,38 @@ TEST_P(Functions, AFunctionThatGivesAGradientOfZerosWithoutMemory) {
   play(GetParam(), {.model = [] { return seeded_model<WithLazyGradient<true>>(38); }}, three_steps);
 }
 
-// A user's own operator whose weight gets a parameter of another unit as gradient: the parameter itself, or a view.
-template <bool kView>
-struct ParameterAsGradient : torch::autograd::Function<ParameterAsGradient<kView>> {
+// A user's own operator whose weight gets a parameter of another unit as gradient. No operator reads it before that.
+template <bool kAsVariable>
+struct ParameterAsGradient : torch::autograd::Function<ParameterAsGradient<kAsVariable>> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor&,
                             const at::Tensor& other) {
-    context->save_for_backward({other});
+    if (kAsVariable)
+      context->save_for_backward({other});
+    else
+      context->saved_data["other"] = other;
     return x.clone();
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list gradients) {
-    const at::Tensor other = context->get_saved_variables()[0];
-    return {gradients[0], kView ? other.detach().view({kFeatures, kFeatures}) : other, at::Tensor()};
+    const at::Tensor other = kAsVariable ? context->get_saved_variables()[0] : context->saved_data["other"].toTensor();
+    return {gradients[0], other, at::Tensor()};
   }
 };
 
-template <bool kView>
+template <bool kAsVariable>
 struct WithParameterAsGradient : Mlp {
   at::Tensor forward(const at::Tensor& x) override {
-    return fc3(ParameterAsGradient<kView>::apply(fc1(x).tanh(), fc2->weight, fc3->weight) + fc2->bias);
+    // Last, so that backward begins with the function: fc1 is resharded then.
+    return ParameterAsGradient<kAsVariable>::apply(fc3(fc1(x).tanh()), fc2->weight, fc1->weight) + fc2->bias;
   }
 };
 
-TEST_P(Functions, AFunctionThatGivesAParameterAsGradient) {
-  play(GetParam(), {.model = [] { return seeded_model<WithParameterAsGradient<false>>(39); }}, three_steps);
+TEST_P(Functions, AFunctionThatGivesASavedParameterAsGradient) {
+  play(GetParam(), {.model = [] { return seeded_model<WithParameterAsGradient<true>>(39); }}, three_steps);
 }
 
-TEST_P(Functions, AFunctionThatGivesAViewOfAParameterAsGradient) {
-  play(GetParam(), {.model = [] { return seeded_model<WithParameterAsGradient<true>>(40); }}, three_steps);
+TEST_P(Functions, AFunctionThatGivesAKeptParameterAsGradient) {
+  play(GetParam(), {.model = [] { return seeded_model<WithParameterAsGradient<false>>(40); }}, three_steps);
 }
 
 // A parameter of another unit, which the operator below uses besides its arguments.
