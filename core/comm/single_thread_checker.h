@@ -39,7 +39,7 @@ class SingleThreadChecker {
     bool is_outermost_, is_alone_;
   };
 
-  // Like Call. If another thread is in a call, throws std::logic_error. The text begins with the result of who().
+  // Like Call. If another thread is in a call, throws std::logic_error, whose text begins with the result of `who`.
   class OnlyCall : public Call {
    public:
     template <class Who>

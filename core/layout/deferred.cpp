@@ -173,7 +173,7 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   if (!is_factory && !concerns) return op.callBoxed(stack);  // all tensors are ordinary
   if (device) {
     c10::IValue& target = torch::jit::peek(*stack, *device, count);
-    // Records the CPU in place of the meta device, which comes from the options() of a deferred tensor.
+    // Records the CPU in place of the meta device, which the options() of a deferred tensor contain.
     if (target.isDevice() && target.toDevice().is_meta()) call.arguments[*device] = c10::Device(c10::kCPU);
     if (is_factory || !target.isNone()) target = c10::Device(c10::kMeta);
   }

@@ -61,7 +61,7 @@ struct TrainOptions {
   int threads = 0;                          // intra-operator threads; 0: the number that tessera::init() sets
   examples::ComputeOptions compute;
 
-  GptOptions model;  // the size of the vocabulary comes from the data
+  GptOptions model;  // the data determines the size of the vocabulary
 
   int64_t batch = 8;
   int64_t accumulate = 1;

@@ -321,7 +321,7 @@ int train_until_failure(const Failure& failure, const std::shared_ptr<Communicat
 }
 
 int rank_main(const std::string& part) {
-  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // keeps the order of lines, because stderr goes to the same file
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // keeps the order of lines: stderr writes to the same file
   const accelerator::Simulation simulation;
   return run_main([&] {
     at::set_num_threads(1);

@@ -9,7 +9,7 @@
 
 namespace tessera::testing_support {
 
-// A random module tree, with input and output [batch, kWidth]. May contain what users' models contain:
+// A random module tree, with input and output [batch, kWidth]. Contains some of the parts of users' models:
 // chains, residual branches, modules called or registered twice, tied and frozen weights, plain parameters (of 0, 1 or
 // an odd number of elements, without dimensions, non-contiguous), unused parameters, norms with buffers, convolutions,
 // recurrent layers and attention. Equal seeds give equal trees and values.

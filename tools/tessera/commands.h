@@ -77,7 +77,8 @@ auto parse_option(const std::string& option, const std::string& text, Parse pars
 // Prints a value. Replaces bytes that are not UTF-8, which paths may contain, by U+FFFD.
 void print_json(const nlohmann::json& value);
 
-// The speed of machines, if it suffices to predict times. Otherwise names what is missing; "" if no speed was given.
+// The speed of machines if it suffices to predict times; otherwise `missing` names its absent parts, or is "" if no
+// speed was given.
 struct KnownSpeed {
   std::optional<tessera::MachineSpeed> speed;
   std::string missing;
