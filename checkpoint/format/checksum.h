@@ -16,9 +16,8 @@ struct BlockChecksums {
   int64_t block_bytes = 0;
   std::vector<uint64_t> sums;
 };
-// Copies bytes, and returns the checksums of their blocks. Reads the source from memory once. On x86-64 the copy
-// bypasses the caches. The source must not overlap the target, and must not change during the call. Uses
-// at::parallel_for().
+// Copies bytes in one pass, and returns the checksums of their blocks. On x86-64 the copy bypasses the caches. The
+// source must not overlap the target, and must not change during the call. Uses at::parallel_for().
 BlockChecksums copy_with_checksums(char* to, const char* from, int64_t bytes, int64_t block_bytes);
 
 // Convert a number to and from 16 lower-case hex digits. from_hex() throws std::invalid_argument for any other text.

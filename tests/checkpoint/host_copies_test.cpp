@@ -2,6 +2,7 @@
 #include <random>
 
 #include "checkpoint/format/checksum.h"
+#include "checkpoint/format/copy_block.h"
 #include "checkpoint/format/rank_files.h"
 #include "checkpoint/format/shard_writer.h"
 #include "checkpoint/save/save_plan.h"
@@ -41,6 +42,18 @@ TEST(Checksum, CopiesOfAnySizeAndAlignmentHaveThoseOfTheirBlocks) {
           EXPECT_EQ(copied.block_bytes, block_bytes);
           EXPECT_EQ(copied.sums, sums_of(source.data() + from, bytes, block_bytes)) << bytes << " by " << block_bytes;
         }
+}
+
+// copy_with_checksums() may use the version for AVX2.
+TEST(Checksum, ACopyForAnyProcessorHasTheSameChecksum) {
+  std::string source(12289, '\0');
+  std::mt19937 random(2);
+  for (char& byte : source) byte = static_cast<char>(random());
+  for (const int64_t bytes : {0, 1, 64, 4097, 12289}) {
+    std::string target(source.size(), 'x');
+    EXPECT_EQ(copy_block(target.data(), source.data(), bytes), checksum(source.data(), bytes)) << bytes;
+    EXPECT_EQ(target.substr(0, static_cast<size_t>(bytes)), source.substr(0, static_cast<size_t>(bytes))) << bytes;
+  }
 }
 
 Piece piece_of(const std::string& name, const at::Tensor& tensor) {
