@@ -79,7 +79,7 @@ TEST(Watchdog, AsksTheStoreAsOftenWithManyRanksAsWithFew) {
   ranks[77]->watch.end_wait();
   EXPECT_TRUE(soon([&] {
     return ranks[0]->watch.waiting_ranks().starts_with(
-        "not waiting for any operation: rank 77; waiting as well: rank 1, 2");
+        "not waiting for any operation: rank 77; waiting as well: ranks 1, 2");
   }));
   ranks[77]->watch.publish_failure("no more data");
   for (const auto& rank : ranks) EXPECT_TRUE(rank == ranks[77] || soon([&] { return rank->interrupts > 0; }));

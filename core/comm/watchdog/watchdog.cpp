@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 
+#include "core/comm/group_process.h"
 #include "core/comm/store_client.h"
 #include "core/comm/watchdog/stall_search.h"
 #include "core/comm/watchdog/watchdog_loop.h"
@@ -164,14 +165,18 @@ std::string Watchdog::waiting_ranks() {
     const std::string& wait = elsewhere.at(rank);
     if (wait.empty()) {
       idle.push_back(rank);
-    } else if (in_others.size() < kMostWaits) {
+    } else {
       in_others.push_back(c10::str("rank ", rank, " in ", wait));
     }
   }
+  if (in_others.size() > kMostWaits) {
+    in_others[kMostWaits] = c10::str(in_others.size() - kMostWaits, " more");
+    in_others.resize(kMostWaits + 1);
+  }
   std::set_difference(others.begin(), others.end(), absent.begin(), absent.end(), std::back_inserter(waiting));
-  if (!idle.empty()) texts.push_back("not waiting for any operation: rank " + c10::Join(", ", idle));
+  if (!idle.empty()) texts.push_back("not waiting for any operation: " + ranks_text(idle));
   if (!in_others.empty()) texts.push_back("waiting in another group: " + c10::Join("; ", in_others));
-  if (!waiting.empty()) texts.push_back("waiting as well: rank " + c10::Join(", ", waiting));
+  if (!waiting.empty()) texts.push_back("waiting as well: " + ranks_text(waiting));
   return c10::Join("; ", texts);
 }
 
