@@ -6,26 +6,12 @@ namespace tessera::internal {
 
 // While this object exists, its thread runs a training program on tensors without data (dry_run()). Code that accesses
 // data by pointer instead of operators must be skipped.
-class WithoutDataScope {
- public:
-  static bool in_effect() { return in_effect_; }
-
- private:
-  static inline thread_local bool in_effect_ = false;
-  const ThreadScope<bool> scope_{in_effect_, true};
-};
+class WithoutDataScope : public ThreadCondition<WithoutDataScope> {};
 inline bool is_without_data() { return WithoutDataScope::in_effect(); }
 
 // While this object exists, its thread waits for every asynchronous transfer that it starts. So memory use does not
 // depend on the speed of a disk (record_run()).
-class WaitForTransfersScope {
- public:
-  static bool in_effect() { return in_effect_; }
-
- private:
-  static inline thread_local bool in_effect_ = false;
-  const ThreadScope<bool> scope_{in_effect_, true};
-};
+class WaitForTransfersScope : public ThreadCondition<WaitForTransfersScope> {};
 inline bool waits_for_transfers() { return WaitForTransfersScope::in_effect(); }
 
 }  // namespace tessera::internal

@@ -143,14 +143,7 @@ class Pager {
 
 // While an object of this class exists, this thread runs the first forward of a checkpointed() call. Autograd does not
 // record this forward. Backward recomputes the forward with recording, so that its parameters get gradients.
-class RecomputesLater {
- public:
-  static bool in_effect() { return in_effect_; }
-
- private:
-  static inline thread_local bool in_effect_ = false;
-  const ThreadScope<bool> scope_{in_effect_, true};
-};
+class RecomputesLater : public ThreadCondition<RecomputesLater> {};
 
 // Returns how autograd treats an operator that this thread calls now:
 //   kRecording     recorded in forward, or in a part of forward that backward will recompute (checkpointed())

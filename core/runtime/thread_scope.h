@@ -4,8 +4,7 @@
 
 namespace tessera::internal {
 
-// Sets a thread-local variable while it exists, then restores the previous value. Scopes nest. For use as a member of a
-// class that names the scope.
+// Sets a thread-local variable while it exists, then restores the previous value. Scopes nest.
 template <class Value>
 class ThreadScope {
  public:
@@ -18,6 +17,17 @@ class ThreadScope {
  private:
   Value& place_;
   const Value before_;
+};
+
+// While an object exists, in_effect() is true on its thread. A base of classes that each name a condition.
+template <class Name>
+class ThreadCondition {
+ public:
+  static bool in_effect() { return in_effect_; }
+
+ private:
+  static inline thread_local bool in_effect_ = false;
+  const ThreadScope<bool> scope_{in_effect_, true};
 };
 
 }  // namespace tessera::internal
