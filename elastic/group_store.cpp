@@ -68,8 +68,6 @@ PeerMessage ServedStores::answer(const PeerMessage& request) const {
     pack(store->multiGet(keys), answer);
   } else if (call == "compare_set") {
     pack({store->compareSet(keys.at(0), values.at(0), values.at(1))}, answer);
-  } else if (call == "append") {
-    store->append(keys.at(0), values.at(0));
   } else if (call == "add") {
     answer.fields["number"] = store->add(keys.at(0), number);
   } else if (call == "delete") {
@@ -139,8 +137,6 @@ int64_t GroupStore::getNumKeys() { return ask({"count", {}}).fields.at("number")
 void GroupStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
   await_keys(*this, keys, timeout);
 }
-
-void GroupStore::append(const std::string& key, const std::vector<uint8_t>& value) { ask({"append", {key}, {value}}); }
 
 std::vector<std::vector<uint8_t>> GroupStore::multiGet(const std::vector<std::string>& keys) {
   wait(keys);
