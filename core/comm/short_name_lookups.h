@@ -9,10 +9,9 @@ namespace tessera::internal {
 
 // While an object exists, a DNS query of its thread times out after one second instead of five, with at least four
 // tries. c10d's TCPStore looks up each peer's name for its log, so lost queries would delay the start or the failure of
-// a group. glibc keeps a resolver state for each thread, so other threads are not affected. A no-op without glibc.
+// a group. glibc keeps a resolver state for each thread, so other threads are not affected.
 class ShortNameLookups {
  public:
-#ifdef __GLIBC__
   ShortNameLookups() : is_ready_((_res.options & RES_INIT) != 0 || ::res_init() == 0) {
     if (!is_ready_) return;
     retrans_ = std::exchange(_res.retrans, 1);
@@ -23,18 +22,13 @@ class ShortNameLookups {
     _res.retrans = retrans_;
     _res.retry = retry_;
   }
-#else
-  ShortNameLookups() {}
-#endif
   ShortNameLookups(const ShortNameLookups&) = delete;
   ShortNameLookups& operator=(const ShortNameLookups&) = delete;
 
-#ifdef __GLIBC__
  private:
   static constexpr int kLeastTries = 4;
   const bool is_ready_;
   int retrans_ = 0, retry_ = 0;
-#endif
 };
 
 }  // namespace tessera::internal
