@@ -6,7 +6,6 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/rmsprop.h>
 
-#include <algorithm>
 #include <cmath>
 #include <exception>
 #include <iterator>

@@ -92,7 +92,7 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   if (precision.buffer_dtype) cast_buffers_.cast(*module_, options_);
   name_shards();
   undo.release();
-  // Returns freed memory to the system. The module's own parameters were freed unit by unit.
+  // The allocators still hold the memory of the module's own parameters, freed above.
   if (mesh_.world->device().is_cpu()) release_freed_memory();
 }
 

@@ -104,7 +104,7 @@ class Unit {
   void summon(Summon where, SummonedParameters::Changes changes);
   // Ends summon(); the unit must be summoned. If `writeback` is false, changes are lost.
   void dismiss(bool writeback);
-  // Copies changes into the shards, like dismiss(true). The unit must be summoned. Not collective.
+  // Copies changes into the shards. Throws if the unit was summoned with kLost and changed. Not collective.
   void write_back();
   // Returns all elements of a flat parameter in its own dtype, gathered unless the unit is summoned. Collective.
   at::Tensor full_values(const PagedFlatParameter& paged);

@@ -17,7 +17,7 @@ bool is_checkpoint(const std::filesystem::path& path);
 // links. Throws StorageUnavailable if the storage cannot list the folder; so does find_checkpoints().
 std::vector<std::filesystem::path> checkpoints_in(const std::filesystem::path& folder);
 
-// Returns a hint for an error text if a subfolder holds checkpoints ("; out/checkpoints holds checkpoints"), else "".
+// Returns "; out/checkpoints holds checkpoints" if a local subfolder holds some, for error texts; otherwise "".
 std::string inner_folder_of_checkpoints(const std::filesystem::path& folder);
 
 // The checkpoints in a folder. `whole` lists the checkpoints with a valid manifest, oldest first. `damaged` lists the

@@ -249,7 +249,7 @@ void S3Client::set_request(Connection& own, const S3Request& request) const {
   else
     curl_easy_setopt(handle, CURLOPT_CUSTOMREQUEST, request.method.c_str());
   if (!request.range.empty()) curl_easy_setopt(handle, CURLOPT_RANGE, request.range.c_str());
-  // Does not hash the body, because https:// protects the body and blocks have their own checksums.
+  // Does not hash the body: blocks have checksums, and https:// (if used) protects the rest.
   own.add(std::string("x-amz-content-sha256: ") + (request.body.empty() ? kEmptySha256 : "UNSIGNED-PAYLOAD"));
   if (!token_.empty()) own.add("x-amz-security-token: " + token_);
   curl_easy_setopt(handle, CURLOPT_HTTPHEADER, own.headers);

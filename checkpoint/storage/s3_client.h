@@ -37,7 +37,7 @@ struct S3Response {
   std::map<std::string, std::string> headers;  // names in lower case
 };
 
-// The error of the service or the network after the last attempt. The status is 0 if there was no answer.
+// A request that failed, after any retries. The status is of HTTP, or 0 if no HTTP status tells the reason.
 class S3Error : public std::runtime_error {
  public:
   S3Error(long status, const std::string& what) : std::runtime_error(what), status_(status) {}

@@ -39,10 +39,7 @@ at::Tensor flag_of(std::vector<at::Tensor> gradients, at::Device device) {
   return flag;
 }
 
-// Returns the flags of all ranks, in rank order, on the host. Collective; blocks.
-at::Tensor of_all_ranks(const at::Tensor& own, Communicator& comm) {
-  return gather_to_host(comm, own, "the check for finite gradients");
-}
+constexpr char kGather[] = "the check for finite gradients";
 
 }  // namespace
 
@@ -51,7 +48,7 @@ void require_finite(const std::vector<GradientBucket>& buckets, const std::vecto
   std::vector<at::Tensor> gradients;
   for (size_t bucket = 0; bucket < buckets.size(); ++bucket)
     if (reduced[bucket]) add_gradients(buckets[bucket], gradients);
-  if (!of_all_ranks(flag_of(std::move(gradients), comm.device()), comm).any().item<bool>()) return;
+  if (!gather_to_host(comm, flag_of(std::move(gradients), comm.device()), kGather).any().item<bool>()) return;
   // Some rank has a gradient that is not finite. A second all-gather finds the buckets and ranks.
   std::vector<at::Tensor> flags;
   for (size_t bucket = 0; bucket < buckets.size(); ++bucket) {
@@ -59,7 +56,7 @@ void require_finite(const std::vector<GradientBucket>& buckets, const std::vecto
     if (reduced[bucket]) add_gradients(buckets[bucket], own);
     flags.push_back(flag_of(std::move(own), comm.device()));
   }
-  const at::Tensor all = of_all_ranks(at::stack(flags).view({-1}), comm);
+  const at::Tensor all = gather_to_host(comm, at::stack(flags).view({-1}), kGather);
   std::string found;
   for (size_t bucket = 0; bucket < buckets.size(); ++bucket) {
     std::string ranks;

@@ -54,8 +54,8 @@ class MemoryCache {
   // Sets whether freed blocks are kept for reuse (default: true). If false, releases idle blocks and ends the thread.
   void set_keeps_freed(bool keeps);
   static constexpr int kNoRank = -1;  // the rank of a thread that has none
-  // Returns idle blocks to the system: all of them, or with `rank` only blocks freed by threads of that rank or of no
-  // rank. The peak of live bytes restarts from the sum of the live bytes and the remaining idle bytes.
+  // Returns idle blocks to the system: with kNoRank all, otherwise those freed by threads of `rank` or of no rank.
+  // The peak of live bytes restarts from the sum of the live bytes and the remaining idle bytes.
   void release(int rank = kNoRank);
   Stats stats() const;
 

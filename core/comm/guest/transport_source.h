@@ -35,7 +35,7 @@ struct PartOfGroup {
 // Factory of the transports of a group and its parts, if another library of the program moves the bytes.
 class TransportSource {
  public:
-  // Makes the transport of one rank of a part. Not collective. May be called by any thread.
+  // Makes this rank's transport for a part. Not collective. May be called by any thread.
   using Make = std::function<std::unique_ptr<Transport>(const PartOfGroup& part)>;
   explicit TransportSource(Make make, PartOfGroup part = {}) : make_(std::move(make)), part_(std::move(part)) {}
 

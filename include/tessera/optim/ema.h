@@ -82,7 +82,7 @@ class Ema : public ModelShards {
 
   ModelShards& model_;
   const EmaOptions options_;
-  std::shared_ptr<Communicator> replicas_;  // group of the ranks that hold equal parts; null if only this rank does
+  std::shared_ptr<Communicator> replicas_;  // ranks that hold the same elements; null if only this rank does
   std::vector<Average> averages_;
   at::Tensor updates_;  // number of updates: [], int64
   std::unique_ptr<ModelShards> with_model_;

@@ -43,11 +43,9 @@ class HostAdam : public torch::optim::Adam, public PartialStep {
 class HostAdamW : public torch::optim::AdamW, public PartialStep {
  public:
   using torch::optim::AdamW::AdamW;
-  // See HostAdam::step().
+  // See HostAdam for these functions.
   at::Tensor step(LossClosure closure = nullptr) override;
-  // Steps each of `parameters` that has a gradient: see PartialStep.
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
-  // Throws the errors that step() would throw for the current parameters and gradients; changes nothing.
   void require_steppable() override;
   std::unique_ptr<RevocableSteps> revocable_steps() override;
 };

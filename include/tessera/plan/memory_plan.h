@@ -42,7 +42,7 @@ struct Machines {
   int64_t host_memory_bytes = 0;        // memory of each host, for offload and copies; 0: unknown
   std::optional<int> copies = {};       // ElasticOptions::copies; empty: the run is not elastic
 
-  // Returns the smaller of ranks and ranks_per_host.
+  // Returns the number of ranks on the first host.
   int ranks_on_host() const { return std::min(ranks, ranks_per_host); }
   // Returns DryRunOptions::ranks_sharing_memory: ranks_per_host if the speed is that of CPUs, otherwise 1.
   int ranks_sharing_memory() const { return speed != nullptr && speed->cores > 0 ? ranks_per_host : 1; }

@@ -29,7 +29,7 @@ class PlannedModel {
   PlannedRun run(const TrainingChoice& choice, int world_size, int rank, int ranks_sharing_memory = 0) const {
     return run_as(choice, {.world_size = world_size, .rank = rank, .ranks_sharing_memory = ranks_sharing_memory});
   }
-  // Returns the tokens of one rank's step, or its items if the model has no integer inputs.
+  // Returns the number of tokens in a rank's step, or of samples if the first input is not integral.
   virtual int64_t tokens_of_rank() const = 0;
   // Returns the source text of the wrap policy for these units; "" for no policy.
   virtual std::string policy_text(UnitChoice units) const = 0;
