@@ -43,10 +43,10 @@ class HostAdam : public torch::optim::Adam, public PartialStep {
 class HostAdamW : public torch::optim::AdamW, public PartialStep {
  public:
   using torch::optim::AdamW::AdamW;
-  // See HostAdam for these functions.
+  // See HostAdam::step().
   at::Tensor step(LossClosure closure = nullptr) override;
-  void step_parameters(const std::vector<at::Tensor>& parameters) override;
-  void require_steppable() override;
+  void step_parameters(const std::vector<at::Tensor>& parameters) override;  // see HostAdam::step_parameters()
+  void require_steppable() override;                                         // see HostAdam::require_steppable()
   std::unique_ptr<RevocableSteps> revocable_steps() override;
 };
 
