@@ -63,7 +63,7 @@ bool counts_writes(const torch::optim::Optimizer& optimizer) {
          type == typeid(AdamW);
 }
 
-// Throws std::invalid_argument for a value that a manifest cannot store. Called before any file is written.
+// Throws std::invalid_argument for a value that a manifest cannot store. Called before this save writes any data.
 void check_state_value(const std::string& name, const StateValue& value, const std::string& state_name) {
   const std::string where = " of the state '" + state_name + "'";
   if (!is_utf8(name)) throw std::invalid_argument("the name of a value" + where + " is not UTF-8");

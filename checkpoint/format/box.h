@@ -34,7 +34,7 @@ std::vector<Box> boxes_of_range(const std::vector<int64_t>& sizes, Range range);
 bool fills_memory(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 
 // Returns the dimensions, sorted by descending stride. Dimensions of size 1, and all dimensions of empty tensors, keep
-// their positions. Throws std::invalid_argument if fills_memory() is false for these sizes and strides.
+// their positions. Throws std::invalid_argument if fills_memory() is false, or if the two lists differ in length.
 std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 
 // A box whose elements are contiguous in memory.

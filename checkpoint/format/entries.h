@@ -12,13 +12,13 @@ namespace tessera::internal {
 
 // File and directory functions for checkpoints. On failure, they throw CheckpointError with the path and the reason.
 
-// Returns the storage for the scheme of `path`. Each scheme has one Storage object, which is never destroyed.
+// Returns the storage for the scheme of `path`: one object per scheme, never destroyed. Throws like make_storage().
 const Storage& storage_of(const std::filesystem::path& path);
 // Opens an existing file on any storage. Throws for a symbolic link.
 inline std::unique_ptr<InputFile> open_file(const std::filesystem::path& path) { return storage_of(path).open(path); }
 
 // Read or write a small file as a whole, on any storage. read_text() throws for a file larger than max_bytes.
-// write_text() creates a file, which is durable on return.
+// write_text() makes the content durable. A local file's directory entry becomes durable in sync_directory().
 std::string read_text(const std::filesystem::path& path, int64_t max_bytes);
 inline void write_text(const std::filesystem::path& path, std::string_view text) {
   storage_of(path).put(path, text, /*durable=*/true);
@@ -42,7 +42,7 @@ void sync_directory(const std::filesystem::path& directory);
 // Returns the first line of a file, truncated to 4096 bytes. Returns "" if the file is empty or not readable.
 std::string first_line(const std::filesystem::path& path);
 
-// Renames a file or directory. If the target exists, replaces it if `replace` is true, and throws otherwise.
+// Renames an entry. Replaces an existing file or empty directory if `replace` is true. Throws if another target exists.
 void rename_entry(const std::filesystem::path& from, const std::filesystem::path& to, bool replace);
 // Exchanges two directory entries atomically. Throws if the file system does not support an exchange.
 void exchange_entries(const std::filesystem::path& a, const std::filesystem::path& b);

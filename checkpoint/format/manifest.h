@@ -25,7 +25,7 @@ struct SavedGroup {
   std::vector<std::string> parameters;
 };
 
-// An optimizer's algorithm, groups and step counts, without its state tensors.
+// An optimizer's algorithm, groups, and numbers such as step counts, without its state tensors.
 struct SavedOptimizer {
   std::string kind;
   std::vector<SavedGroup> groups;
@@ -59,11 +59,11 @@ bool is_block_bytes(int64_t bytes);
 // Convert a manifest to and from the text of tessera.json. format_manifest() writes version 2, so saved.by_rank must be
 // true. parse_manifest() makes all checks that need no other file, and leaves saved.directory empty. Its error texts
 // start with `where`. If `is_part` is true, the text may describe only one rank's part of the tensors, so
-// parse_manifest() does not check that the tensors are complete.
+// parse_manifest() does not call check_saved_tensors().
 std::string format_manifest(const Manifest& manifest);
 Manifest parse_manifest(std::string_view text, const std::string& where, bool is_part = false);
 
-// Returns a manifest's sequence number, or nullopt if the text is damaged. Does not verify checksums of later versions.
+// Returns a manifest's sequence number; nullopt for damaged or other text. Does not verify later versions' checksums.
 std::optional<int64_t> sequence_of(std::string_view text);
 
 // Convert parts of a manifest to and from JSON. SavedPart also uses these functions, to describe some ranks' files. The

@@ -18,7 +18,7 @@ namespace tessera::internal {
 
 std::string rank_file_name(int64_t rank, size_t number);  // returns "rank-00042-0.safetensors"
 
-// Returns the strides that the tensor had in memory at the time of the save.
+// Returns the strides of a dense tensor with the saved shape and order of dimensions (SavedTensor::order).
 std::vector<int64_t> memory_strides(const SavedTensor& tensor);
 
 // Splits `held`, one rank's elements in memory order, into boxes. The rank stores box k in its file number k.
@@ -31,7 +31,7 @@ void for_each_holder(const SavedTensor& tensor, Range range,
 // Returns the smallest range in memory order that contains the box. For an empty box, returns an empty range.
 Range range_of_box(const SavedTensor& tensor, const Box& box);
 
-// Sorts runs by `begin`. Merges adjacent runs of equal `numel` and `rank_step`. For an empty tensor, keeps one run.
+// Sorts runs by `begin`. Merges adjacent runs that one RankRun can describe. For an empty tensor, keeps one run.
 void join_runs(std::vector<RankRun>& runs);
 
 // The verified header of a rank file.
@@ -53,7 +53,7 @@ GeneratorStates generators_of(const Manifest& manifest, int64_t rank);
 
 // Returns `saved` with a list of all files and slices, for programs that read a whole checkpoint. Reads the header of
 // each rank file. If saved.by_rank is false, returns `saved` unchanged, because it has the list already. For a damaged
-// file, throws an error. If `on_damage` is set, calls it with the error instead, and omits the file.
+// file, throws CheckpointError; with `on_damage`, calls it instead and omits the file, but throws StorageUnavailable.
 SavedTensors with_every_slice(const SavedTensors& saved,
                               const std::function<void(const CheckpointError&)>& on_damage = {});
 
@@ -64,7 +64,7 @@ struct RankFileFields {
   GeneratorStates rng;
 };
 
-// Returns a rank file's header with its own checksum. For entries that `checksums` lacks, writes zeros of equal length.
+// Returns a rank file's header, and sets each entry's position. Writes zeros for entries that `checksums` lacks.
 std::string format_rank_header(std::vector<SafetensorsEntry>& entries,
                                const std::map<std::string, std::string>& metadata, const RankFileFields& fields,
                                const std::map<std::string, std::vector<uint64_t>>& checksums, bool with_rng);

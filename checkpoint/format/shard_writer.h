@@ -50,7 +50,7 @@ using Progress = std::function<void(int64_t bytes)>;
 SavedTensors write_rank_files(const std::filesystem::path& directory, const RankFileFields& fields,
                               const std::vector<Piece>& pieces, const Progress& progress = {});
 
-// append() adds one rank's tensors to `all`. After all ranks were added, join_all() must be called to merge runs.
+// append() adds other ranks' tensors; throws CheckpointError if ranks differ. Then join_all() must merge the runs.
 void append(SavedTensors& all, SavedTensors part);
 void join_all(SavedTensors& saved);
 

@@ -17,9 +17,9 @@
 
 namespace tessera::internal {
 
-// Reads boxes of saved tensors from files. Reads only the blocks that contain elements of the boxes, and verifies the
-// checksums of these blocks and of file headers. Keeps at most 16 files open. Must be used by one thread at a time. On
-// failure, throws CheckpointError with the file, the tensor and the reason.
+// Reads boxes of saved tensors from files. Reads only the blocks that contain elements of the boxes. Verifies checksums
+// of these blocks and of file headers, if there are any. Keeps at most 16 files open. Must be used by one thread at a
+// time. On failure, throws CheckpointError with the file, the tensor and the reason.
 class SliceReader {
  public:
   // `saved` must pass check_saved_tensors() and outlive the reader. fetch() reads on up to `threads` threads.
@@ -36,7 +36,7 @@ class SliceReader {
   // Reads the box into a new row-major tensor in host memory.
   at::Tensor read(const std::string& name, const Box& box);
 
-  // Opens the file with this index in SavedTensors::files, and verifies its size and header. A no-op for an open file.
+  // Opens the file with this index in SavedTensors::files. Verifies its size and, if known, its header's checksum.
   void open(int file) { listed_file(file); }
 
   // Returns the number of bytes read from files so far.

@@ -112,7 +112,7 @@ fs::path index_of(const fs::path& directory) {
                         " indices; give the path of the one that is meant");
 }
 
-// If `path` is a model hub's cache ("models--gpt2"), returns its only snapshot or that in refs/main; else `path`.
+// If `path` is a model hub's cache ("models--gpt2"), returns the snapshot in refs/main, or the only one; else `path`.
 fs::path snapshot_of(const fs::path& path) {
   const fs::path snapshots = path / "snapshots";
   std::error_code ignored;

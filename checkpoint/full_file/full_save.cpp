@@ -214,7 +214,7 @@ void check_replaceable(const fs::path& path) {
     throw CheckpointError(path.string() + ": exists and is no regular file; it is left as it is");
 }
 
-// The temporary files (drafts) of a layout. If publish() has not completed, the destructor removes the save's files.
+// The temporary files (drafts) of a layout. Unless publish() has committed them, the destructor removes all new files.
 class Drafts {
  public:
   Drafts(const FullLayout& layout, const fs::path& file)

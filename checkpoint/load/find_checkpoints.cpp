@@ -58,7 +58,7 @@ Contents contents_of(const fs::path& checkpoint) {
 }
 
 // Returns the text of a checkpoint's manifest, or "" if the manifest was removed or two reads fail. Reads twice,
-// because one read may fail while another job replaces the manifest.
+// because one read may fail while another job replaces the manifest. Does not catch StorageUnavailable.
 std::string manifest_text_or_nothing(const fs::path& checkpoint) {
   for (int attempt = 0; attempt < 2 && is_checkpoint(checkpoint); ++attempt) try {
       return read_text(checkpoint / kManifestName, kMaxManifestBytes);

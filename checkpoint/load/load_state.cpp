@@ -112,7 +112,7 @@ class Loader {
       for (const LoadedOptimizer& optimizer : optimizers_) value = optimizer.named.as_kept(target, value);
   }
 
-  // Writes the values to the objects. Throws only if an allocation fails, because read() has checked all values.
+  // Writes the values to the objects. read() has checked them, so only an allocation or a Stateful object can throw.
   void apply() {
     for (auto& [target, value] : tensors_) {
       const WritesTo scope(target);

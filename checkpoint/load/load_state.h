@@ -23,7 +23,7 @@ struct StateObjects {
   std::vector<std::shared_ptr<Stateful>> beside{};
 };
 
-// Returns the objects of `state`, which must outlive them. Throws std::invalid_argument while averages are swapped in.
+// Returns the objects of `state`; borrows it. Throws std::invalid_argument while optimizer averages are swapped in.
 StateObjects state_objects_of(const TrainingState& state);
 
 // Returns lines that name the objects. Callers compare the lines over ranks: the lists of objects must be equal.
@@ -31,7 +31,7 @@ std::vector<std::string> describe_objects(const StateObjects& state);
 
 // Loads a checkpoint's state into the objects. Collective. Reads and verifies this rank's part in host memory, and
 // changes the objects only after all ranks have read their parts. On a mismatch or a read error, throws CheckpointError
-// on all ranks. The error text starts with `what`, and lists every mismatch.
+// on all ranks. The error text starts with `what`, and lists the mismatches (at most 100 of a kind).
 void load_state(const Manifest& manifest, const StateObjects& objects, const LoadOptions& options,
                 const std::string& what);
 

@@ -9,8 +9,8 @@
 
 namespace tessera::internal {
 
-// Operations on checkpoints for the `tessera` command, which need no model and no ranks. All operations verify the data
-// that they read. They throw CheckpointError for bad files, and std::invalid_argument for bad arguments.
+// Operations on checkpoints for the `tessera` command, which need no model and no ranks. They verify all data that has
+// checksums. They throw CheckpointError for bad files, and std::invalid_argument for bad arguments.
 
 // Writes a checkpoint's parameters and buffers to full files, as save_full() does, outside the checkpoint. If `state`
 // is true, also writes the tensors of optimizers and Stateful objects. Holds one tensor in memory at a time.
@@ -23,8 +23,8 @@ void reshard_checkpoint(const std::filesystem::path& from, const std::filesystem
                         const Progress& progress = {});
 
 // Compares the files of a checkpoint with its manifest. Checks file sizes and headers, and the position and checksums
-// of every slice. Also looks for surplus files. Returns one line for each problem, so the result for an intact
-// checkpoint is empty. Throws CheckpointError if the manifest is damaged or missing.
+// of every slice. Also looks for surplus safetensors files. Returns one line for each problem: none for an intact
+// checkpoint. Throws CheckpointError if the manifest is damaged or missing, or if the storage is unavailable.
 std::vector<std::string> verify_checkpoint(const std::filesystem::path& directory, const Progress& progress = {});
 
 // The difference of two tensors with equal name, shape and dtype, or the reason why the tensors cannot be compared.
@@ -32,7 +32,7 @@ struct TensorDifference {
   std::string name;
   std::string reason;           // "only in <a>", "shape [2] and [3]", ...; empty if values were compared
   int64_t different_numel = 0;  // number of elements that differ
-  double max_difference = 0;    // largest absolute difference of two elements; NaN if an element is NaN
+  double max_difference = 0;    // largest absolute difference; NaN if a differing element is NaN
 };
 
 struct DiffOptions {

@@ -54,7 +54,7 @@ bool is_left_in_the_making(const fs::path& directory) {
          is_older_than(directory, kMakingTakes);
 }
 
-// Returns whether no process uses the hidden directory. If so, `lock` locks the directory unless locks are unsupported.
+// Returns whether no process uses the hidden directory. If so, `lock` locks its manifest or draft, if possible.
 bool is_abandoned(const fs::path& directory, FileLock& lock) {
   std::error_code error;
   // Looks for the draft first, because a save may rename the draft to the manifest between the two checks.

@@ -15,8 +15,8 @@ namespace tessera::internal {
 namespace {
 
 constexpr int kSmallWorld = 4;     // up to this world size, all ranks are in one subgroup
-constexpr int kMostMissed = 5;     // missed beats after which await() looks for ended ranks; after hurry(), gives up
-constexpr double kLateBeat = 1.2;  // beats after which a hurried await() looks for them; if all ranks leave, gives up
+constexpr int kMostMissed = 5;     // missed beats until await() looks for ended ranks or, after hurry(), gives up
+constexpr double kLateBeat = 1.2;  // after hurry(): beats until await() looks for ended ranks (gives up if all leave)
 
 }  // namespace
 

@@ -37,14 +37,14 @@ class SaveCoordinator {
   // makes progress. The reports stop if the last beat is older than Heartbeat::kMostTimeouts times the group's timeout.
   Outcome work(Heartbeat& heartbeat, const std::function<void()>& part);
 
-  // Ends the save. Each rank publishes its outcome. The leader of each subgroup calls merge_subgroup, then rank 0 calls
-  // `commit`, both through work(). All ranks return the result. The save fails if no rank reports progress for the
-  // group's timeout.
+  // Ends the save. Each rank publishes its outcome. If no rank failed, subgroup leaders call merge_subgroup, and then
+  // rank 0 calls `commit`, both through work(). All ranks return the result. The save fails if no rank reports progress
+  // for the group's timeout. If rank 0 does not answer, throws CheckpointError; if the store is lost, CommError.
   Outcome finish(const Outcome& own, Heartbeat& heartbeat, const std::function<void()>& merge_subgroup,
                  const std::function<void()>& commit);
 
-  // Shortens all later waits for other ranks. A wait then ends after a few missing heartbeats instead of the group's
-  // timeout. If `all_ranks_leave` is set, a wait ends after one missing heartbeat.
+  // Shortens the current and all later waits for other ranks. A wait then ends after a few missing heartbeats, instead
+  // of the group's timeout. If `all_ranks_leave` is set, a wait ends after one missing heartbeat.
   void hurry(bool all_ranks_leave = false);
 
  private:

@@ -19,15 +19,15 @@
 
 namespace tessera::internal {
 
-// One save on one rank. Callers must call begin(), then either run(), or start() and wait(). begin(), run() and start()
-// are collective.
+// One save on one rank. Callers must call begin(), then either run() or start(). These three functions are collective.
+// After start(), wait() is optional: the destructor also waits.
 //
 // Stage 1: each rank writes its files and a list of their content. Stage 2: the first rank of each subgroup of about
 // sqrt(size) ranks merges its subgroup's lists. Stage 3: rank 0 merges these lists into the manifest and commits. So a
 // rank reads only about sqrt(size) small files. The group's timeout does not end a stage that makes progress.
 class SaveJob : public std::enable_shared_from_this<SaveJob> {
  public:
-  // Waits for the group's previous save, and throws its error if it failed. Then creates the temporary directory.
+  // Waits for the group's previous save; throws its error unless wait() threw it. Then creates the temporary directory.
   // `objects` are lines that name the objects to save. If they differ between ranks, throws on all ranks.
   static std::shared_ptr<SaveJob> begin(const std::filesystem::path& dir, std::shared_ptr<Communicator> comm,
                                         const SaveOptions& options, bool is_async,
@@ -47,14 +47,14 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   void start(const std::function<SavePlan()>& plan);
   bool done() const { return done_; }
   void await_copies() const { copied_.wait(false); }
-  // Blocks until the checkpoint is complete. Not collective. If the save failed, the first call throws its error.
+  // Blocks until the save has ended. Not collective. If it failed, throws its error once, here or in the next begin().
   void wait();
 
   // Shortens the background thread's waits for lost ranks (SaveCoordinator::hurry()).
   void hurry(bool all_ranks_leave = false) {
     if (coordinator_) coordinator_->hurry(all_ranks_leave);
   }
-  // Calls hurry(true) for the group's save in flight, if any. Must be called when all ranks leave a broken group.
+  // Calls hurry(true) for the group's save in flight, if any. Must be called only if all ranks leave a broken group.
   static void hurry_save_of(const std::shared_ptr<Communicator>& comm);
 
  private:

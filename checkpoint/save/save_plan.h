@@ -44,7 +44,7 @@ int64_t writes_to(const at::Tensor& tensor);
 void check_extra(const nlohmann::json& extra);
 
 // Copies a plan's pieces to host memory, which the next save reuses. begin() and end() make each piece's data() return
-// the copy. Device data is copied to pinned memory. Only end() and take_memory() block until the copies have completed.
+// the copy. Device data is copied to pinned memory. Only end() and take_memory() wait for device copies to complete.
 // The thread that copies contiguous CPU data also computes its checksums in the same pass, in about the time of a plain
 // copy. So the writer, on another thread, does not read the data a second time for its checksums.
 class HostCopies {
@@ -58,7 +58,7 @@ class HostCopies {
   // stream, after earlier and before later work. `block_bytes` is the size of the blocks that have checksums.
   void begin(SavePlan& plan, at::Device device, int64_t block_bytes);
   // Copies the remaining pieces and blocks until all copies have completed. May be called on any thread. Throws
-  // std::invalid_argument if a watched tensor was modified since begin(). Calls `progress` after each copy.
+  // std::invalid_argument if a watched tensor was modified since plan_save(). Calls `progress` after each copy.
   void end(SavePlan& plan, at::Device device, const std::function<void()>& progress);
 
   // Returns the memory for reuse by the next save. Must be called after end(), or instead of end() if the save failed.

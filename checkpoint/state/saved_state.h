@@ -78,7 +78,7 @@ std::vector<NamedShard> in_dense_order(std::vector<NamedShard> shards);
 // Returns the model's buffers, each tensor once. `fqn` is the tensor's first name. `aliases` lists its other names.
 std::vector<LocalTensor> local_buffers(const ModelShards& model);
 // Returns this rank's parameters, buffers, optimizer state, and tensors of the Stateful objects `beside`. `shards` must
-// be the result of in_dense_order(). Throws std::invalid_argument for a non-strided tensor, such as a sparse tensor.
+// be the result of in_dense_order(). Throws std::invalid_argument for sparse tensors, unsupported dtypes, equal names.
 std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vector<NamedShard>& shards,
                                        const NamedOptimizers& optimizers,
                                        const std::vector<std::shared_ptr<Stateful>>& beside = {});

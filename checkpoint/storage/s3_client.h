@@ -54,8 +54,8 @@ class S3Unanswered : public S3Error {
 };
 
 // Sends signed requests over persistent connections. Thread-safe. Retries transient failures: connections that fail,
-// break or stall, truncated answers, and the statuses 408, 429 and 5xx. Makes at most AWS_MAX_ATTEMPTS attempts, by
-// default 10. The pause between attempts doubles from 0.1 s up to 20 s, and is shortened by a random part.
+// break or stall, truncated answers, the statuses 408, 429 and 5xx, and RequestTimeout. Makes at most AWS_MAX_ATTEMPTS
+// attempts, by default 10. The pause between them doubles from 0.1 s up to 20 s, and is shortened by a random part.
 class S3Client {
  public:
   // Reads settings from environment variables. Throws std::invalid_argument for a missing credential or invalid number.

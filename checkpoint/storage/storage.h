@@ -35,8 +35,8 @@ class OutputFile {
  public:
   virtual ~OutputFile() = default;
   virtual void append(const void* data, int64_t bytes) = 0;
-  // Writes the first bytes, whose length must be the `start_bytes` passed to Storage::create(). The file is durable on
-  // return. In an object store, the file appears only now, so that an incomplete file never exists.
+  // Writes the first bytes, whose length must be the `start_bytes` passed to Storage::create(). The content is then
+  // durable, but a local directory entry only after sync_directory(). A remote file appears only now, as a whole.
   virtual void finish(std::string_view start) = 0;
 };
 
@@ -76,7 +76,7 @@ class Storage {
 };
 
 // Creates the storage for the scheme of `path`. Throws std::invalid_argument for an unknown scheme, and for s3:// if
-// Tessera was built without libcurl.
+// Tessera was built without libcurl, or if the environment has no credentials or an invalid number.
 std::unique_ptr<Storage> make_storage(const std::filesystem::path& path, ThrowFailure fail);
 
 // Registers the storage of another library for paths that begin with "<scheme>://". A second call for a scheme is a
