@@ -25,7 +25,7 @@ struct CopiedFile {
     int64_t begin = 0, bytes = 0;  // position in the file, and length
   };
   std::vector<Piece> pieces;
-  // Checksums of the pieces if another host sent them, in blocks. Unchanged blocks share the previous part's memory.
+  // Checksums of the pieces if send_part() sent them in blocks. Unchanged blocks share the previous part's memory.
   std::vector<uint64_t> sums;
   int64_t bytes = 0;
   // Appends `count` bytes at `data` without copying them; `owner` owns them.
@@ -52,7 +52,7 @@ struct CopiedPart {
   int world = 0;            // number of ranks of the group
   std::string description;  // the part's entries of the manifest (describe_part())
   std::map<std::string, CopiedFile> files;
-  // The memories that hold most bytes of the files; empty if another host has sent the files. Unchanged tensors are in
+  // The memories that hold most bytes of the files; empty if send_part() sent the files. Unchanged tensors are in
   // a memory that successive parts share.
   std::vector<std::shared_ptr<const CopyMemory>> memories;
 };

@@ -23,7 +23,7 @@ class CopyMemory {
   CopyMemory(const CopyMemory&) = delete;
   CopyMemory& operator=(const CopyMemory&) = delete;
 
-  // Returns a notice by which processes of the host find the memory while this process lives; null for private memory.
+  // Returns the notice by which others find this memory while this process lives; null for private or mapped memory.
   nlohmann::json notice() const;
   // Returns whether this object maps the memory of the notice.
   bool is_of(const nlohmann::json& notice) const { return !notice.is_null() && origin_ == notice; }

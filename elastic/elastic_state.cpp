@@ -103,8 +103,8 @@ std::optional<RunFile> file_of(const ElasticOptions& options) {
   return folder.empty() ? std::nullopt : std::optional<RunFile>(folder);
 }
 
-// Returns this host's address in the network of the run's members. If the run has no members, or if no route to them is
-// known, returns public_address().
+// Returns this host's address in the network of the run's members. If the run has no members, or if no route to them
+// (other than by loopback) is known, returns public_address().
 std::string address_towards_run(const RunFile& file) {
   const auto run = file.read();
   if (!run || run->members.empty()) return public_address();

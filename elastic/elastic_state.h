@@ -48,7 +48,7 @@ class ElasticState {
   const std::string& run_id() const { return run_id_; }
   // Throws CommError if a member has ended or left the group. A silent member is no error, because it may be slow.
   void require_members() const;
-  // Returns whether any step has been complete in memory, as far as this rank knows.
+  // Returns whether a step above 0 has been complete in memory, as far as this rank knows.
   bool has_had_copies() const { return has_had_copies_; }
   void note_complete_copy() { has_had_copies_ = true; }
   at::Tensor& staging_memory() { return staging_memory_; }
@@ -67,15 +67,15 @@ class ElasticState {
   // On rank 0, writes the file by which other processes find the run.
   void publish(bool has_ended);
   RunFacts facts() const;
-  // Blocks until all members have entered the group. Throws CommError at once if a member has ended or left the group.
-  // (A wait for that member in the store would last until the timeout.)
+  // Blocks until all members have entered the group. Throws CommError at the group's timeout, but at once if a member
+  // has ended or left the group. (A wait for that member in the store would last until the timeout.)
   void await_members();
   std::shared_ptr<Communicator> make_group();
   void serve_store(Decision& decision);
   // Runs the body. Returns kLost after a CommError, or after another error if a member is lost. Rethrows other errors.
   Outcome attempt(const std::function<void(ElasticRun& run)>& body,
                   const std::function<ElasticRun(ElasticRunState&)>& make);
-  // Returns whether a member of the group has ended, is silent, or has left the group.
+  // Returns whether a member of the group has ended, is silent for `stopped_after`, or has left the group.
   bool has_lost_member() const;
   // Leaves the broken group, and finds the next one.
   void regroup();
@@ -101,7 +101,7 @@ class ElasticState {
   std::chrono::steady_clock::time_point lost_at_;
   at::Tensor staging_memory_;
   bool has_had_copies_ = false;
-  int failures_at_step_ = 0;            // successive failures after one and the same step, none of which lost a rank
+  int failures_at_step_ = 0;            // successive failures after the same step, none of which lost a rank
   std::unique_ptr<PeerServer> server_;  // last: its threads use the members above
 };
 

@@ -48,13 +48,13 @@ class RunFile {
   const std::filesystem::path& path() const { return path_; }
   // Replaces the file. `id` must be unique for each process. Throws std::runtime_error on failure.
   void write(const RunFacts& facts, const std::string& id) const;
-  // Returns the run in the file, or nullopt without a file. Throws std::runtime_error, with the path, if it is damaged.
+  // Returns the run in the file; nullopt if the file cannot be opened. Throws std::runtime_error if it is damaged.
   std::optional<RunFacts> read() const;
 
   // Records the decision on a group that a process joins. Each decision of a run has a file of its own. Throws
   // std::runtime_error on failure.
   void record(const std::string& run_id, const Decision& decision, const std::string& id) const;
-  // Returns the recorded decision on a generation, or nullopt. Throws std::runtime_error for a damaged file.
+  // Returns the recorded decision on a generation, or nullopt. Throws std::runtime_error if the file is unreadable.
   std::optional<Decision> recorded(const std::string& run_id, int64_t generation) const;
   // Returns whether the file names a later group of the run, or says that the run has ended. Throws like read().
   bool has_later_group(const std::string& run_id, int64_t generation) const;
@@ -69,7 +69,7 @@ class RunFile {
 // Returns ElasticOptions::rendezvous, or else the folder of spawn_elastic(); empty if there is none.
 std::filesystem::path rendezvous_folder(const ElasticOptions& options);
 
-// Returns whether a member of the run in this file answers and has not left the run.
+// Returns whether a member of the run in this file answers and has not left the run. Throws like RunFile::read().
 bool is_alive(const RunFile& file);
 
 // Returns whether the run has ended: the file is missing or says so, or all members have ended or left. Does not throw.
@@ -124,8 +124,8 @@ class Joiner {
          std::chrono::milliseconds timeout);
   // Blocks until a decision contains this process. Returns nullopt if the run has ended without an error. If the run
   // had ended before the call, first waits `stopped_after` for a next run. Throws std::invalid_argument if the run has
-  // other options. Throws CommError if no member has answered for `timeout`, or if all members have been proven dead
-  // for `stopped_after`.
+  // other options. Throws CommError if no member has answered for `timeout`, or if for `stopped_after` every member was
+  // proven dead or had left the run.
   std::optional<Place> await_place();
 
  private:

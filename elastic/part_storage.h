@@ -32,7 +32,7 @@ class PartFolder {
   // Returns the files that were written, and removes them from this folder.
   std::map<std::string, CopiedFile> take_files();
 
-  // The storage calls the functions below. They are thread-safe, and throw std::runtime_error on failure.
+  // The storage calls the functions below. They are thread-safe, and throw a std::exception on failure.
   void add_file(const std::string& name, CopiedFile file);
   CopiedFileWriter writer() const { return CopiedFileWriter(memory_, shared_); }
   int64_t bytes_of(const std::string& name) const;

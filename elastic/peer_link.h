@@ -56,8 +56,8 @@ class PeerConnection {
   PeerConnection(const PeerConnection&) = delete;
   PeerConnection& operator=(const PeerConnection&) = delete;
 
-  // Sends a request and returns the answer. Throws PeerError if the answer is not complete after `patience`, and
-  // std::runtime_error with the member's text if the member could not serve the request.
+  // Sends a request and returns the answer. Throws PeerError if the connection fails or the answer is incomplete after
+  // `patience`. Throws std::runtime_error with the member's text if the member could not serve the request.
   PeerMessage ask(PeerMessage request, std::chrono::milliseconds patience);
 
  private:

@@ -31,7 +31,7 @@ struct Decision {
   std::vector<Member> members;  // indexed by rank
   Member store;                 // serves the group's store; may have left the group
   CompleteStep step;  // the step to continue from; step.world is 0 if none. step.holders are indices in `sources`
-  std::vector<Member> sources;  // the members that hold the step
+  std::vector<Member> sources;  // the members of the old group that continue
   // world_before: size of the old group. lost: old ranks of lost members. joined: new ranks of joined processes.
   int world_before = 0;
   std::vector<int> lost, joined;
@@ -104,8 +104,8 @@ class Regroup {
   Regroup(const Decision& old_group, int rank, Acceptor& acceptor, Ask ask, ServeStore serve_store,
           const RegroupOptions& options);
 
-  // Blocks until the next group is known, at most for the timeout. If this member was stopped, the decision may leave
-  // it out. At the timeout, throws CommError, which names the members that do not answer.
+  // Blocks until the next group is known. If this member was stopped, the decision may leave it out. Throws CommError
+  // at the timeout, or earlier if the other members may have continued without this one and ended.
   Decision run();
 
  private:
@@ -117,7 +117,7 @@ class Regroup {
     RunClock::time_point ask_again{};  // a silent member must not be asked before this time
   };
   std::optional<nlohmann::json> propose();
-  // Returns a decision for a group of the agreeing members and the processes that join.
+  // Returns a decision for a group of the agreeing members that have arrived, and the processes that join.
   Decision compose(const std::set<int>& agreeing);
   // Returns whether these members are a quorum. If the quorum needs proofs of death, first reads a recorded decision:
   // ended members may have formed a group with a process unknown to this rank. Throws CommError if the run's file shows
