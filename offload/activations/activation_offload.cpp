@@ -58,7 +58,7 @@ class ActivationOffload::Pipeline : public std::enable_shared_from_this<Pipeline
 struct ActivationOffload::Pipeline::Kept {
   std::vector<int64_t> sizes, strides;
   at::Tensor host;    // flat; the values in host memory
-  at::Tensor device;  // flat; undefined between the end of the copy to the host and the start of the fetch
+  at::Tensor device;  // flat; undefined while only the host has the values, and after each fetch
   at::Device home = at::kCPU;
   Copy copy;
   bool is_leaving = true;
@@ -131,7 +131,7 @@ at::Tensor ActivationOffload::Pipeline::fetch(Kept& kept) {
   return values;
 }
 
-// Called when the graph is freed, or when backward has used this tensor and all tensors that were kept after it.
+// Called when the last copy of the Fetch is destroyed, usually with the autograd graph.
 void ActivationOffload::Pipeline::forget(Kept& kept) {
   std::lock_guard lock(mutex_);
   kept.copy = Copy();

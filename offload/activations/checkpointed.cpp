@@ -197,7 +197,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     return outputs;
   }
 
-  // Saves the inputs for backward. Does not offload leaves such as parameters, because they stay in memory in any case.
+  // Saves the inputs for backward. Does not offload paged tensors, or leaves that require gradients (parameters).
   static void save(AutogradContext* context, Part& part, at::TensorList inputs) {
     Tensors saved = inputs.vec();
     part.kept.resize(inputs.size());

@@ -82,7 +82,7 @@ class DiskPager : public Pager {
   // can page it out. Throws std::runtime_error if the disk is full. In a dry run, returns ordinary memory.
   at::Tensor make_spool(int64_t bytes) const;
 
-  // Starts reading the tensor's data if host memory has room. Does not block.
+  // Starts reading the tensor's data if host memory has room or the eviction of one tensor makes room. Does not block.
   void read_ahead(const at::Tensor& tensor);
 
   int64_t disk_bytes() const;    // size of the file; the file never shrinks
