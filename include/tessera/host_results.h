@@ -11,7 +11,7 @@ namespace tessera {
 // Collectives whose results the host needs at once. They return tensors in host memory. They throw like Communicator.
 
 // Returns the reduction of all ranks' `own` by `op`. `own` must have the same shape on all ranks, and may be on any
-// device. Overwrites `own` with unspecified values.
+// device. May overwrite `own` with unspecified values.
 at::Tensor reduce_to_host(Communicator& comm, const at::Tensor& own, ReduceOp op, std::string_view what);
 
 // Stacks all ranks' `own` in rank order: [size(), ...]. `own` must have the same shape on all ranks, and may be on any

@@ -39,9 +39,9 @@ struct ProcessSetup {
   // Opens /dev/null as stdin, stdout and stderr, if these are closed. Otherwise a connection could get the descriptor
   // of stdout, and then receive the program's output.
   bool open_standard_descriptors = true;
-  // Sets the number of intra-operator threads (at::set_num_threads) to the cores of this host, or the CPU quota of its
-  // container, divided by its ranks, at least 1. Never raises the number. A no-op if OMP_NUM_THREADS or MKL_NUM_THREADS
-  // is set, the program has set a number, or a launcher has bound the rank to cores. Does not apply to run_ranks().
+  // Sets the number of intra-operator threads to the host's cores (or its container's CPU quota) divided by its ranks,
+  // at least 1. Never raises the number. A no-op in run_ranks(), if OMP_NUM_THREADS or MKL_NUM_THREADS is set, the
+  // program has set a number, a launcher has bound the rank to cores, or the host's number of ranks is unknown.
   bool share_cores = true;
   // true: init() sets the signal handlers of stop_requested(). false: the first call of stop_requested() sets them.
   bool stop_signals = false;
@@ -56,8 +56,8 @@ struct ProcessSetup {
 struct InitOptions {
   // "gloo", "nccl", or empty for the device's default: gloo on CPU, NCCL on CUDA.
   std::string backend{};
-  // Empty: the CPU, or with "nccl" a CUDA device. A CUDA device without an index means the only visible device; with
-  // several visible devices, the one with index LOCAL_RANK. In run_ranks(), the index is the rank.
+  // Empty: the CPU, or with "nccl" CUDA. CUDA without an index means the only visible device; of several, the one with
+  // the rank's number on its host (LOCAL_RANK). In run_ranks(), rank r uses device r, and an index here throws.
   std::optional<at::Device> device{};
   // The maximum wait for other ranks, in operations and the rendezvous. Time while this process is stopped is excluded.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
@@ -66,7 +66,7 @@ struct InitOptions {
   bool peer_memory = true;
   // With NCCL: FullyShardedDataParallel gathers into memory that is registered with the group (ncclMemAlloc, by c10d).
   // NCCL then needs no copies of its own, and uses NVSwitch's multicast if present. The memory is freed with the group.
-  // Throws std::invalid_argument if the driver or NCCL does not support such memory.
+  // Throws std::invalid_argument with gloo, or if the driver or NCCL does not support such memory.
   bool registered_memory = false;
   // With NCCL: sums and averages of floating types add in rank order, and have the same bits as on gloo. 16-bit types
   // are added in fp32 and rounded once. docs/gpu.md has the costs.
@@ -79,8 +79,8 @@ struct InitOptions {
 // WORLD_SIZE, MASTER_ADDR, MASTER_PORT); Open MPI (OMPI_COMM_WORLD_RANK, ...); other launchers of MPI programs (MPICH's
 // and Intel MPI's PMI_RANK, MVAPICH2, JSM, Flux, Cray PALS, PMIx); Slurm (SLURM_PROCID, SLURM_NTASKS, ...). Without a
 // launcher, makes a group of one rank. docs/launch.md lists the variables. Collective; must be called at most once in a
-// process. Throws std::invalid_argument, naming the variables, if some are missing or contradict each other. Throws
-// CommError, naming the missing ranks, if not all ranks join within the timeout.
+// process. Throws std::invalid_argument for invalid options. Also throws it, naming the variables, if some are missing
+// or contradict each other. Throws CommError, naming the missing ranks, if not all ranks join within the timeout.
 std::shared_ptr<Communicator> init(InitOptions options = {});
 
 // Options of communicator_from() and communicator_from_mpi(). Must be equal on all ranks, except for the index of the
@@ -119,10 +119,10 @@ std::shared_ptr<Communicator> communicator_from_backend(c10::intrusive_ptr<c10d:
 
 // Makes a group of the ranks of a c10d process group or backend, which transfers all data and defines the rounding of
 // reductions. Its class must implement allreduce() and broadcast(). Uses _allgather_base() and _reduce_scatter_base()
-// if the class has both. all_to_all() and split() need send() and recv(). Failures are published in the process group's
-// store. Without a store, ranks of one host share a store in memory; on several hosts, rank 0 opens a port for a store.
-// All ranks must call this function in the same order as other collectives. While the group exists, no other thread may
-// use the process group. A failure aborts an NCCL process group. Otherwise like communicator_from() with a store.
+// if the class has them. all_to_all() and split() need send() and recv(). Publishes failures in the process group's
+// store. Without a store, ranks of one host share one in memory; on several hosts or without peer_memory, rank 0 opens
+// a port. Ranks must call this function in the same order as other collectives. While the group exists, no other thread
+// may use the process group. A failure aborts an NCCL process group. Otherwise like communicator_from() with a store.
 template <class Group>
   requires std::is_base_of_v<c10d::ProcessGroup, Group>
 std::shared_ptr<Communicator> communicator_from(const c10::intrusive_ptr<Group>& group, GroupOptions options = {}) {
@@ -175,17 +175,17 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
 void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body, InitOptions options);
 
 // Starts `world` processes of this program on this machine, with argv and torchrun's environment. Returns the exit code
-// for main(): 0 if all ranks succeed. If a rank fails, prints its error, ends the other ranks, and returns the failed
-// rank's exit code, or 128 + signal if a signal killed it. No rank outlives this process. If OMP_NUM_THREADS is not
-// set, sets it so that ranks have equal shares of the cores.
+// for main(): 0 if all ranks succeed. If a rank fails, prints its exit status, ends the other ranks, and returns the
+// failed rank's exit code, or 128 + signal if a signal killed it. No rank outlives this process. If OMP_NUM_THREADS is
+// not set, sets it so that ranks have equal shares of the cores.
 //
 // Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the ranks. After one of the first three, kills (SIGKILL) ranks that
 // live longer than `grace`, or at once on a second signal, and returns 128 + signal. If ranks call stop_requested(),
-// `grace` must suffice for a checkpoint. SIGUSR1, Slurm's warning, has no such limit; a rank that then ends with 128 +
-// SIGUSR1 has not failed. After a failure, other ranks have 5 s to end, or `grace` if that is shorter.
+// `grace` must suffice for a checkpoint. SIGUSR1, Slurm's warning, has no such limit. If a rank then ends with 128 +
+// SIGUSR1, returns that code, but it is no failure. After a failure, other ranks have 5 s to end, or a shorter `grace`.
 //
-// Throws std::invalid_argument for world < 1 or a negative `grace`. Throws std::logic_error in a process that a
-// launcher, such as this function, has started: see launched().
+// Throws std::invalid_argument for world < 1, and for a `grace` below 0 or above a year. Throws std::logic_error in a
+// process that a launcher, such as this function, has started: see launched().
 int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grace = std::chrono::seconds(30));
 
 // Returns whether a launcher's environment is set. If true, init() joins a group. Also returns true for an incomplete
@@ -198,7 +198,7 @@ bool launched();
 //
 //   if (const int signal = tessera::stop_requested(*comm)) {
 //     tessera::save_checkpoint(...);
-//     return 128 + signal;  // main()'s exit code: 130 or 143
+//     return 128 + signal;  // main()'s exit code: 130, 138 or 143
 //   }
 //
 // Collective: an all-reduce of one number. On a device, waits for the work in the current stream. The first call in the

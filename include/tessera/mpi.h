@@ -228,17 +228,17 @@ class MpiLibrary : public MessageLibrary {
 }  // namespace internal
 
 // Makes a group of the ranks of an MPI communicator, with the same rank numbers. The rendezvous uses MPI, which also
-// determines the ranks that share a host. With GroupOptions::backend "mpi", MPI transfers the data, too. Otherwise data
-// moves through shared memory within a host and TCP between hosts, or through NCCL. Ranks of one host open no port.
+// finds the ranks of each host. With GroupOptions::backend "mpi", MPI transfers the data, too. Otherwise data moves
+// through shared memory within a host and TCP between hosts, or through NCCL. Ranks that all share memory open no port.
 //
 // Collective over `comm`, which may be freed afterwards, because Tessera uses a duplicate. With "mpi", the group keeps
 // the duplicate, and must be destroyed before MPI_Finalize(). Operations of the group and the program's own MPI calls
 // may be interleaved. MPI_THREAD_FUNNELED is enough: only the calling thread calls MPI, in this function and, with
 // "mpi", in operations of the group.
 //
-// Makes no process-wide change (ProcessSetup). Throws std::invalid_argument if the communicator is null, freed or an
-// inter-communicator, and on every rank for invalid or unequal options. MPI may not detect every freed communicator.
-// Throws CommError if not all ranks call this function within the timeout.
+// Makes no process-wide change (ProcessSetup). Throws std::invalid_argument if this thread may not call MPI, if the
+// communicator is null, freed or an inter-communicator, and on every rank for invalid or unequal options. MPI may not
+// detect every freed communicator. Throws CommError if not all ranks call this function within the timeout.
 inline std::shared_ptr<Communicator> communicator_from_mpi(MPI_Comm comm, GroupOptions options = {}) {
   auto library = std::make_shared<internal::MpiLibrary>(comm, internal::time_to_meet(options.timeout));
   return internal::communicator_from_library(std::move(library), std::move(options));

@@ -49,10 +49,10 @@ struct QuantizeOptions {
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = ...});
 //   torch::optim::AdamW optimizer(fsdp.parameters(), 1e-4);  // frozen parameters have no gradients
 //
-// The parameters become "<layer>.weight", [encoded_bytes()] uint8, frozen, and "<layer>.lora_a", [rank, in], and
-// "<layer>.lora_b", [out, rank], in the weight's dtype. They are sharded, gathered and saved like other parameters.
-// Call once, before wrapping, with the model on the training device. lora_a is random, and lora_b is zero. If
-// sync_module_states is false, all ranks must therefore use equal seeds.
+// The parameters become "<layer>.weight", frozen ([encoded_bytes()] uint8; kFull: unchanged), and "<layer>.lora_a",
+// [rank, in], and "<layer>.lora_b", [out, rank], in the weight's dtype. They are sharded, gathered and saved like other
+// parameters. Call once, before wrapping, with the model on the training device. lora_a is random, and lora_b is zero.
+// If sync_module_states is false, all ranks must therefore use equal seeds.
 //
 // If called inside deferred() after the model is built, allocates no memory. Wrapping the model then reads and
 // quantizes one weight at a time. If each rank reads the weights itself (load_exported()), they may also be quantized
@@ -62,14 +62,14 @@ struct QuantizeOptions {
 // layer whose encoded bytes were converted throws on use. clone() of a layer is not supported.
 //
 // Not collective. Throws std::invalid_argument, with nothing changed, for invalid options and if no layer is selected.
-// Also throws it, naming the layer, if a weight is tied, sharded, already quantized, or not of floating-point type.
-// After deferred() has ended, also throws it for a deferred weight whose values do not come from a file.
+// Also throws it, naming the layer, for a weight that is tied, sharded, quantized or not floating-point, or in a module
+// that no std::shared_ptr holds. After deferred() has ended, also for a deferred weight without a file of its values.
 std::vector<std::string> quantize_linears(torch::nn::Module& module, const QuantizeOptions& options = {});
 
 // Decodes the weights, adds the adapters, and keeps the results for evaluation. Until unmerge_adapters(), a forward in
-// training mode throws std::logic_error. After a load or step, the results are stale until this function is called
-// again. unmerge_adapters() restores the previous bits. Collective only under FullyShardedDataParallel, where each rank
-// then holds the merged weights in full.
+// training mode, with gradients enabled, throws std::logic_error. After a load or step, the results are stale until
+// this function is called again. unmerge_adapters() restores the previous bits. Collective only under
+// FullyShardedDataParallel, where each rank then holds the merged weights in full.
 void merge_adapters(torch::nn::Module& module);
 // Frees the merged values. Layers then compute with the quantized weights and the adapters again.
 void unmerge_adapters(torch::nn::Module& module);

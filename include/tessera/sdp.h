@@ -25,14 +25,14 @@ struct SdpOptions {
   std::optional<at::ScalarType> reduce_dtype{};
 
   // kInt8Blocks: each rank rounds its gradients to 8 bits once, and a parameter's owner adds all ranks' gradients in
-  // fp32 (see WireFormat).
+  // fp32 (see WireFormat). Must not be combined with reduce_dtype.
   WireFormat wire = WireFormat::kDtype;
 
-  bool broadcast_buffers = true;       // rank 0 sends its buffers before each forward that follows a training forward
+  bool broadcast_buffers = true;       // rank 0 sends buffers before a forward if the last trained outside no_sync()
   bool sync_models_at_startup = true;  // rank 0 sends its parameters and buffers at construction
 
-  // For debugging. N > 0: compares all ranks' parameters in every N-th training forward. Throws std::runtime_error with
-  // the name of the first difference. 0: never, unless the environment variable TESSERA_DEBUG is replicas (N = 100) or
+  // For debugging. N > 0: compares all ranks' parameters in every N-th training forward outside no_sync(). Throws
+  // std::runtime_error with the name of the first difference. 0: never, unless TESSERA_DEBUG is replicas (N = 100) or
   // replicas:N. Always off if OssOptions::broadcast_dtype is set, because replicas then hold rounded values.
   int64_t compare_replicas_every = 0;
   // A gradient that has its own bucket and at least this many bytes is reduced from autograd's memory, without a copy
@@ -48,8 +48,8 @@ class SdpModule : public ReplicatedModule {
   // Updates the set of reduced gradients after changes of requires_grad. Each forward() calls this function.
   void refresh_trainable();
 
-  // Like torch::nn::utils::clip_grad_norm_(), over the parameters of all optimizers. Collective. Must be called after
-  // backward. Throws like ShardedOptimizer::clip_grad_norm_(), and std::logic_error if an optimizer no longer exists.
+  // Like torch::nn::utils::clip_grad_norm_(), over the module's parameters. Collective. Must be called after backward.
+  // Throws like ShardedOptimizer::clip_grad_norm_(), and std::logic_error if an optimizer no longer exists.
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
 
   // Returns the memory of the wrapper, and the host memory of the optimizers that still exist.
@@ -87,15 +87,15 @@ class SdpModule : public ReplicatedModule {
 //   optimizer.step();
 //
 // Several optimizers of one model are passed as pointers: {&first, &second}. They must exist as long as the wrapper is
-// used; otherwise forward() throws std::logic_error. If this rank's gradients are not averages, an optimizer's step()
-// throws std::logic_error. This occurs after a backward that failed, or if every backward ran under no_sync(). `Holder`
-// is a torch::nn module holder or a std::shared_ptr to a module. Training must call the wrapper's forward. The module's
-// own forward does not broadcast buffers, and ignores changes of requires_grad until refresh_trainable().
+// used; otherwise a training forward throws std::logic_error. If this rank's gradients are not averages, an optimizer's
+// step() throws std::logic_error. This occurs if the last backward failed or ran under no_sync(). `Holder` is a
+// torch::nn module holder or a std::shared_ptr to a module. Training must call the wrapper's forward. The module's own
+// forward does not broadcast buffers, and ignores changes of requires_grad until refresh_trainable().
 template <class Holder>
 class ShardedDataParallel : public internal::SdpModule {
  public:
-  // Collective. If the model or the options differ between ranks, throws std::invalid_argument with the name of the
-  // first difference. Also throws std::invalid_argument if a trainable parameter is in no optimizer, or in two.
+  // Collective. If the model or options differ between ranks, throws std::invalid_argument with the name of the first
+  // difference. Also throws it if a trainable parameter is in no optimizer or two, or if an optimizer's comm() differs.
   ShardedDataParallel(Holder module, ShardedOptimizer& optimizer, std::shared_ptr<Communicator> comm,
                       SdpOptions options = {})
       : ShardedDataParallel(std::move(module), std::vector<ShardedOptimizer*>{&optimizer}, std::move(comm), options) {}

@@ -61,8 +61,8 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   // Each rank steps the parameters that it owns, and then sends them to all ranks. Collective. Calls `closure`, if any,
   // once to compute the gradients, and returns its loss. Lbfgs calls the closure at each point of a line search, on all
   // ranks at once. Uses the current options of param_groups(). Throws CommError. Throws std::logic_error, with nothing
-  // changed, if averages are swapped in. Also throws it if gradients are not averages: every backward ran under
-  // no_sync(), or one failed. With several ranks, also throws it if a parameter was converted after it was added.
+  // changed, if averages are swapped in. Also throws it if gradients are not averages: the last backward failed or ran
+  // under no_sync(). With several ranks, also throws it if a parameter was converted after it was added.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // Adds a group. Collective. The parameters of earlier groups keep their owners.
@@ -79,7 +79,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
 
   // While the scope exists, the parameters hold averages. Only for optimizers that keep averages (ScheduleFreeAdamW).
-  // Collective. Throws std::logic_error for other optimizers.
+  // Collective. Throws std::logic_error for other optimizers, and while such a scope is open.
   ScopeExit swap_in_averages() override;
   bool keeps_averages() const override;  // whether the optimizer keeps averages
   bool are_swapped_in() const override;  // whether a scope of swap_in_averages() is open
@@ -106,7 +106,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   // Collects the state of all parameters in the host memory of `rank`, for state_dict() and save() there. If `rank` is
   // -1, collects it on every rank. Collective.
   void consolidate_state_dict(int rank = 0);
-  // Returns the state of the last consolidate_state_dict(). Throws std::logic_error on a rank without that state.
+  // Returns the last consolidate_state_dict()'s state. Throws std::logic_error on a rank without it and after a load.
   const OptimizerStateDict& state_dict() const;
   // Returns the states of the parameters that this rank owns. The tensors are the optimizer's own, not copies.
   OptimizerStateDict local_state_dict() const;

@@ -190,7 +190,7 @@ class Zero : public ModelShards {
   // While the scope exists, backward accumulates local gradients and does not reduce them.
   ScopeExit no_sync() { return wrapper_.any().no_sync(); }
 
-  // Returns copies of the full parameters and buffers, by the module's names. Collective.
+  // Returns copies of the full parameters and buffers, by the module's names. Collective in stage 3.
   ZeroOptions::Parameters full_state_dict() {
     return wrapper_.with([](auto& wrapper) { return wrapper.full_state_dict(); });
   }
