@@ -142,7 +142,7 @@ struct FsdpOptions {
 const FsdpOptions& checked(const FsdpOptions& options);
 // Selects the modules that are not cast: full_precision, and batch norms unless buffer_dtype is param_dtype.
 WrapPolicy exempt_modules(const MixedPrecision& precision);
-// Returns the options that must be equal on all ranks, as text.
+// Returns the options that ranks compare at construction, as text. Ranks compare `hybrid` separately.
 std::string describe(const FsdpOptions& options);
 
 }  // namespace tessera

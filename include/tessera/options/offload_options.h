@@ -30,11 +30,11 @@ struct OffloadOptions {
   std::string directory{};
   // Selects the units on disk by the names that describe() prints: "blocks.3". Empty: all.
   std::function<bool(const std::string& unit)> disk_units{};
-  // Upper limit of host memory, in bytes, for data in flight between disk, optimizer and device.
+  // Upper limit of host memory, in bytes, for data in flight between disk, optimizer and device; at least 4096.
   int64_t disk_buffer_bytes = int64_t{256} << 20;
   // FSDP only, with `params` and `grads`: the fraction of the model's parameters, 0 to 1, that stays on the device with
-  // its gradients and optimizer state. These are the first units of describe(), as many as fit into the fraction. Their
-  // gradients arrive last, so the host would step them after backward has ended (Megatron-LM's
+  // its gradients and optimizer state. These are the first units of describe(); a unit that no longer fits is skipped.
+  // Their gradients arrive last, so the host would step them after backward has ended (Megatron-LM's
   // `--optimizer-offload-fraction`, DeepSpeed's `ratio` of ZeRO-Offload++). 0: all units are offloaded.
   double device_fraction = 0;
 };
