@@ -36,7 +36,7 @@ class HostAdam : public torch::optim::Adam, public PartialStep {
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
   // Throws the errors that step() would throw for the current parameters and gradients; changes nothing.
   void require_steppable() override;
-  std::unique_ptr<RevocableSteps> revocable_steps() override;
+  std::unique_ptr<RevocableSteps> revocable_steps() override;  // null if a parameter is listed twice
 };
 
 // HostAdam with decoupled weight decay.

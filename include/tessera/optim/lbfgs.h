@@ -22,7 +22,7 @@ struct LbfgsOptions : internal::ListedOptions<LbfgsOptions> {
 
   TORCH_ARG(double, lr) = 1;                   // the learning rate
   TORCH_ARG(int64_t, max_iter) = 20;           // upper limit of iterations in one step()
-  TORCH_ARG(int64_t, max_eval) = 0;            // upper limit of closure calls in one step(); 0: 5 / 4 of max_iter
+  TORCH_ARG(int64_t, max_eval) = 0;            // limit of closure calls, checked per iteration; 0: 5 / 4 of max_iter
   TORCH_ARG(double, tolerance_grad) = 1e-7;    // stops if no absolute value of the gradient is above this
   TORCH_ARG(double, tolerance_change) = 1e-9;  // stops if the loss or the parameters change by less than this
   TORCH_ARG(int64_t, history_size) = 100;      // number of remembered steps, 1 to 100
@@ -78,7 +78,7 @@ struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
 
 // torch::optim::LBFGS (Liu and Nocedal, 1989; strong Wolfe as in minFunc) for sharded parameters and gradients. The
 // direction is a combination of the history's vectors, whose coefficients need only inner products (Chen et al., 2014).
-// So ranks all-gather only about 5 doubles for each remembered step in an iteration, and 5 in a call of the closure.
+// For n remembered steps, ranks all-gather only about 5 n doubles an iteration, 5 a closure call, and 2 n^2 a step().
 // Losses are averaged over the ranks, so all ranks take equal steps. Needs one group, and a wrapper that has the
 // gradients of its shards (FullyShardedDataParallel, DistributedDataParallel). Results equal torch's up to rounding.
 //

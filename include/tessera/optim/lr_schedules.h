@@ -10,8 +10,8 @@
 namespace tessera {
 
 // Sets learning rates as a function of the step, for any optimizer (torch.optim.lr_scheduler.LambdaLR). A group's peak
-// is its learning rate when the schedule is constructed. In step n, counted from 0, the rate is the peak times
-// factor(n).
+// is its learning rate when the schedule is constructed, or for a later group, when the schedule first sets its rate.
+// In step n, counted from 0, the rate is the peak times factor(n).
 //
 //   tessera::WarmupCosineLR schedule(optimizer, 100, 10'000);   // sets the rate of the first step
 //   for (...) { ...; optimizer.step(); schedule.step(); }
@@ -45,8 +45,8 @@ class WarmupLR : public LambdaLR {
 };
 
 // The rate rises like that of WarmupLR, then falls by half a cosine: from the peak at step `warmup_steps` to peak *
-// final_fraction at the last step, total_steps - 1. Later steps keep the last rate. Loshchilov and Hutter, 2017
-// (https://arxiv.org/abs/1608.03983), without restarts.
+// final_fraction at the last step, total_steps - 1. Later steps have the rate peak * final_fraction. Loshchilov and
+// Hutter, 2017 (https://arxiv.org/abs/1608.03983), without restarts.
 class WarmupCosineLR : public LambdaLR {
  public:
   // Throws std::invalid_argument unless 0 <= warmup_steps <= total_steps, total_steps >= 1 and final_fraction >= 0.

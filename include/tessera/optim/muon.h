@@ -81,7 +81,7 @@ struct MuonParamState : internal::ListedState<MuonParamState> {
 class Muon : public internal::ListedOptimizer<MuonOptions, MuonParamState, internal::Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;
-  // Throws CommError. Throws std::invalid_argument for sparse gradients, and for use_muon with less than 2 dimensions.
+  // Throws CommError. Throws std::invalid_argument for tensors that are not dense, and use_muon below 2 dimensions.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // Returns the number of multiplications in a parameter's step; 0 for AdamW. Owners are balanced by this number.
@@ -96,8 +96,8 @@ class Muon : public internal::ListedOptimizer<MuonOptions, MuonParamState, inter
 };
 
 // Returns an approximation of U V^T for a matrix U S V^T, [rows, columns], in the matrix's dtype. Uses a quintic
-// iteration with coefficients 3.4445, -4.7750 and 2.0315. Singular values end between 0.7 and 1.2. A matrix of zeros
-// stays zero. Throws std::invalid_argument unless `matrix` has 2 dimensions and a floating-point dtype.
+// iteration (3.4445, -4.7750, 2.0315). With 5 steps, singular values above 0.002 of the norm become 0.68 to 1.21. Zeros
+// stay zero. Throws std::invalid_argument unless `matrix` has 2 dimensions and a floating-point dtype.
 at::Tensor orthogonalized(const at::Tensor& matrix, int64_t ns_steps = 5);
 
 }  // namespace tessera

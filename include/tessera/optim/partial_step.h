@@ -23,8 +23,8 @@ class ChosenStep {
   virtual void require_steppable() {}
 };
 
-// Returns whether the optimizer's class is derived from one of Tessera's optimizers. Such a class may override step(),
-// and step_parameters() would bypass the override.
+// Returns whether the optimizer's class is derived from Tessera's Adam, AdamW, SGD, HostAdam or HostAdamW. Such a class
+// may override step(), and step_parameters() would bypass the override.
 bool may_have_own_step(const torch::optim::Optimizer& optimizer);
 
 // Returns the optimizer as a ChosenStep. Returns null for any other class, and if may_have_own_step().

@@ -19,7 +19,7 @@ struct ScheduleFreeOptions : internal::ListedBetas<ScheduleFreeOptions> {
 
   TORCH_ARG(double, eps) = 1e-8;         // added to the denominator
   TORCH_ARG(int64_t, warmup_steps) = 0;  // number of steps of linear warm-up
-  // Step t has the weight t^r * (largest learning rate so far)^weight_lr_power in the average.
+  // Step t has the weight t^r * lr_max^weight_lr_power in the average (see ScheduleFreeParamState::lr_max).
   TORCH_ARG(double, r) = 0.0;
   TORCH_ARG(double, weight_lr_power) = 2.0;  // see `r`
 
@@ -41,7 +41,7 @@ struct ScheduleFreeOptions : internal::ListedBetas<ScheduleFreeOptions> {
 struct ScheduleFreeParamState : internal::ListedState<ScheduleFreeParamState> {
   TORCH_ARG(int64_t, step) = 0;       // number of steps taken
   TORCH_ARG(double, weight_sum) = 0;  // sum of the weights of all steps
-  TORCH_ARG(double, lr_max) = 0;      // largest learning rate so far
+  TORCH_ARG(double, lr_max) = 0;      // largest learning rate so far, with warm-up and bias correction
   TORCH_ARG(at::Tensor, z);           // the iterate z of the paper, which each step updates
   TORCH_ARG(at::Tensor, exp_avg_sq);  // average of squared gradients
 

@@ -49,7 +49,7 @@ class ShardedGradScaler {
   bool step(torch::optim::Optimizer& optimizer);
 
   // Ends the step, and raises, lowers or keeps the scale. Keeps it if fp32 cannot represent the new scale or its
-  // reciprocal. Throws std::logic_error before any unscale_() or step().
+  // reciprocal. Throws std::logic_error without an unscale_() or step() since the last update().
   void update();
 
   // Returns the current scale.
