@@ -104,7 +104,7 @@ class ListedDecay : public ListedOptions<Derived> {
   ListedDecay(double lr, double weight_decay) : lr_(lr), weight_decay_(weight_decay) {}
 
   TESSERA_LISTED_OPTION(lr)            // the learning rate
-  TESSERA_LISTED_OPTION(weight_decay)  // decoupled weight decay: multiplies parameters by 1 - lr * weight_decay
+  TESSERA_LISTED_OPTION(weight_decay)  // weight decay; if decoupled, multiplies parameters by 1 - lr * weight_decay
 
   // Throws std::invalid_argument if a value is out of range.
   void check() const {
@@ -232,7 +232,7 @@ class ListedOptimizer : public torch::optim::Optimizer {
   }
   const ParameterParts& parts() const { return parts_; }
   // Throws std::invalid_argument if require_dense() rejects a parameter that has a gradient. Also throws if the base
-  // class's add_param_group() has added an invalid group. Changes nothing.
+  // class's add_param_group() has added an invalid group. Changes no parameter or state.
   void require_steppable() {
     if (checked_groups_ != param_groups().size()) check();
     for (const auto& group : param_groups())

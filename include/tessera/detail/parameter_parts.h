@@ -24,8 +24,8 @@ class ParameterParts {
   // groups, options or their order differ between ranks. Errors name `optimizer`.
   void require_known(const std::vector<torch::optim::OptimizerParamGroup>& groups, const char* optimizer) const;
 
-  // Returns this rank's part of a parameter. A whole parameter is returned with its current strides, which set_data()
-  // may have changed. Without a wrapper, the part is the whole parameter, without a name. Throws for an unknown tensor.
+  // Returns this rank's part of a parameter. A whole parameter has its current strides, which set_data() may have
+  // changed. Without a wrapper, returns the whole parameter without a name; with one, throws for an unknown tensor.
   NamedShard of(const at::Tensor& parameter) const;
   // A rank's range of a parameter's elements, and the index of the rank's copy of the model. by_rank() has one entry
   // for each rank, in rank order. Without a wrapper, by_rank() is empty.
