@@ -118,7 +118,7 @@ RunRecord dry_run(MakeModel make_model, Step step, const DryRunOptions& options 
 }
 
 // Records this rank's part of a real run on the CPU, for comparison with a dry run. `comm` is real; its internal
-// tensors are not recorded. Collective, like make_model and step. Throws like dry_run().
+// tensors are not recorded. Collective, like make_model and step. Throws like dry_run(), and if `comm` is on a device.
 template <class MakeModel, class Step>
 RunRecord record_run(MakeModel make_model, Step step, std::shared_ptr<Communicator> comm, int steps = 2) {
   RunScope scope(std::move(comm), steps);

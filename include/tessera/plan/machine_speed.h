@@ -19,8 +19,8 @@ class SpeedCurve {
   SpeedCurve() = default;  // a curve of unknown speed
   // Returns a curve of constant speed, in amounts per second. Throws std::invalid_argument unless `per_s` is above 0.
   static SpeedCurve of_speed(double per_s);
-  // Makes a curve through points (amount, seconds). Throws std::invalid_argument if there are no points, or unless the
-  // amounts are above 0 and increase.
+  // Makes a curve through points (amount, seconds). Throws std::invalid_argument if there are no points, or unless
+  // amounts and seconds are above 0 and amounts increase.
   explicit SpeedCurve(std::vector<std::pair<double, double>> points);
 
   bool is_known() const { return !points_.empty(); }  // false if default-constructed
@@ -59,7 +59,7 @@ struct LinkSpeed {
 
 // The speed of one rank on one or several machines, while all other ranks do the same work.
 struct MachineSpeed {
-  // For each WorkClass: FLOP to seconds; for kMemory, bytes to seconds. A class without a curve uses that of kMatmul.
+  // For each WorkClass: FLOP to seconds; for kMemory, bytes. Without a curve, convolution and attention use kMatmul's.
   std::array<SpeedCurve, kWorkClasses> work{};
   // For 16-bit operators. A class without a curve uses `work`.
   std::array<SpeedCurve, kWorkClasses> work_16bit{};

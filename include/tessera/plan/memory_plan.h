@@ -67,10 +67,10 @@ inline constexpr double kUsable = 0.9;
 // hosts, the least traffic, the fewest options that are not defaults, the least memory.
 int recommended(const std::vector<PlannedTraining>& plans, const Machines& machines);
 
-// Returns the indices of the plans in order of preference. Plans that do not fit are last, in order of memory.
+// Returns the plans' indices in order of preference, then those that do not fit, by memory, then those that cannot run.
 std::vector<int> by_preference(const std::vector<PlannedTraining>& plans, const Machines& machines);
 // Returns a table with each plan's memory, milliseconds of a step and tokens a second (if known), and whether the plan
-// fits. Below the table are the recommended plan, its options and its unknowns.
+// fits. Marks the recommended plan. Below the table are the unknowns, and the options of that plan.
 std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines& machines);
 
 // Parses "80GiB", "24GB", "512MiB", or a number of bytes from a million on. Throws std::invalid_argument for any other

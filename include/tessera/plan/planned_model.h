@@ -44,9 +44,9 @@ class PlannedModel {
 std::unique_ptr<PlannedModel> planned_decoder(const DecoderOptions& options);
 
 // Returns the model of an archive of torch.export, with inputs of zeros (ExportedModule::example_inputs). The loss is
-// the output "loss", otherwise the first floating-point scalar output, otherwise the sum of the first floating-point
-// tensor. If a class has several numbered modules, such as "layers.3", each is a unit. Throws ExportedError, and
-// std::invalid_argument for unsupported sizes and for archives without a floating-point output.
+// the output "loss"; otherwise, of the floating-point outputs that need gradients, the first scalar, or else the sum of
+// the first. If a class has several numbered modules, such as "layers.3", each is a unit. Throws ExportedError, and
+// std::invalid_argument for unsupported sizes and for archives without such an output.
 std::unique_ptr<PlannedModel> planned_archive(std::filesystem::path archive, int64_t batch, int64_t sequence);
 
 }  // namespace tessera

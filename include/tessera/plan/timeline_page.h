@@ -27,7 +27,7 @@ struct TimelinePageText {
 // Returns a self-contained HTML page (UTF-8) that draws a run. The page has the bytes by kind over all operators, the
 // content and place of the peak, and the collectives below the bytes. It shows name, unit, module and bytes of the
 // operator under the pointer. If the time is known, it also draws a step's compute by unit, and its collectives, over
-// milliseconds. Keeps at most 2,000 operators: the peak, and those with the most bytes. Names may contain any text.
+// milliseconds. Keeps the operator with the most bytes in each of up to 2,000 ranges. Names may contain any text.
 std::string timeline_page(const RunRecord& record, const TimelinePageText& text);
 
 }  // namespace tessera
