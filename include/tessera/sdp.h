@@ -28,7 +28,7 @@ struct SdpOptions {
   // fp32 (see WireFormat). Must not be combined with reduce_dtype.
   WireFormat wire = WireFormat::kDtype;
 
-  bool broadcast_buffers = true;       // rank 0 sends buffers before a forward if the last trained outside no_sync()
+  bool broadcast_buffers = true;       // forward sends rank 0's buffers if the previous one trained outside no_sync()
   bool sync_models_at_startup = true;  // rank 0 sends its parameters and buffers at construction
 
   // For debugging. N > 0: compares all ranks' parameters in every N-th training forward outside no_sync(). Throws

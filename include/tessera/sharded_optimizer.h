@@ -100,13 +100,13 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   // If OssOptions::offload is on, returns the bytes of host memory that copies of parameters and gradients use now;
   // otherwise 0. Excludes the optimizer's state.
   int64_t host_bytes() const;
-  // Returns the page-locked part of host_bytes().
+  // Returns host_bytes() with OffloadOptions::pin_memory, otherwise 0. On CPUs, no memory is page-locked.
   int64_t pinned_bytes() const;
 
   // Collects the state of all parameters in the host memory of `rank`, for state_dict() and save() there. If `rank` is
   // -1, collects it on every rank. Collective.
   void consolidate_state_dict(int rank = 0);
-  // Returns the last consolidate_state_dict()'s state. Throws std::logic_error on a rank without it and after a load.
+  // Returns the state of the last consolidate_state_dict(). Throws std::logic_error if there is none. A load drops it.
   const OptimizerStateDict& state_dict() const;
   // Returns the states of the parameters that this rank owns. The tensors are the optimizer's own, not copies.
   OptimizerStateDict local_state_dict() const;

@@ -48,7 +48,7 @@ class ReplicatedModule : public DataParallel {
     std::string wrapper;             // class name of the wrapper, for errors
     std::string options;             // text of the options in one line; must be equal on all ranks
     bool sync_module_states = true;  // true: rank 0 sends its parameters and buffers
-    bool broadcast_buffers = true;   // rank 0 sends buffers before a forward if the last trained outside no_sync()
+    bool broadcast_buffers = true;   // forward sends rank 0's buffers if the previous one trained outside no_sync()
     // true: gradients from before wrapping must be equal on all ranks, because each rank steps with its own gradients.
     bool compares_gradients = false;
   };

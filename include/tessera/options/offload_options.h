@@ -19,7 +19,7 @@ struct OffloadOptions {
   // a host parameter with a device gradient. OSS: frees the device's gradients after the step has copied them, and
   // implies `params`. Until zero_grad(), `.grad` is then a placeholder that throws.
   bool grads = false;
-  // true: uses page-locked memory, which devices access directly.
+  // true: uses page-locked memory, which devices access directly. No effect on CPUs, except that reports count it.
   bool pin_memory = true;
   // Upper limit of host memory for the offload, in bytes. 0: no limit. Above the limit, construction or backward (FSDP)
   // or step() (OSS, with nothing changed) throws std::runtime_error, naming the purpose and the rank. If one rank's
@@ -30,7 +30,7 @@ struct OffloadOptions {
   std::string directory{};
   // Selects the units on disk by the names that describe() prints: "blocks.3". Empty: all.
   std::function<bool(const std::string& unit)> disk_units{};
-  // Upper limit of host memory, in bytes, for data in flight between disk, optimizer and device; at least 4096.
+  // Upper limit of host memory, in bytes, for data between disk, optimizer and device. Must exceed each shard's bytes.
   int64_t disk_buffer_bytes = int64_t{256} << 20;
   // FSDP only, with `params` and `grads`: the fraction of the model's parameters, 0 to 1, that stays on the device with
   // its gradients and optimizer state. These are the first units of describe(); a unit that no longer fits is skipped.
