@@ -17,7 +17,7 @@ namespace tessera::internal {
 class SaveJob;
 
 // Removes superseded files on a background thread. An exit handler waits for the thread. The next save also waits for
-// the thread if the save's target exists or is remote. A failure only prints a warning: the next removal tries again.
+// the thread if the save's target exists. A failure only prints a warning, because the next removal tries again.
 class Removal {
  public:
   // Starts the thread, which runs `remove` after the removal `before` has ended. `before` may be null.
@@ -34,7 +34,7 @@ class Removal {
 };
 
 // State that one save of a communicator group passes to the next save. Stored for each group and not for each model,
-// because the two saves may be of different models. Freed by the first use of such state after the group has ended.
+// because the two saves may be of different models. Freed at a later save, after group and removal ended.
 struct GroupSaves {
   std::weak_ptr<SaveJob> job;        // the asynchronous save in flight
   std::string failure;               // error of a failed save for which the user never called wait()
