@@ -49,15 +49,17 @@ class TreeBuilder : public nlohmann::json_sax<json> {
  private:
   // Adds a value to the innermost unfinished object or array. Only that one grows, so the pointers in open_ stay valid.
   json& place(json value) {
-    if (std::ssize(open_) > max_depth_)
-      throw CheckpointError(where_ + ": JSON nested deeper than " + std::to_string(max_depth_) + " levels");
     if (open_.empty()) return root_ = std::move(value);
     json& parent = *open_.back();
     if (parent.is_object()) return *member_ = std::move(value);
     return parent.get_ref<json::array_t&>().emplace_back(std::move(value));
   }
   bool add(json value) { return place(std::move(value)), end_value(); }
-  bool open(json value) { return open_.push_back(&place(std::move(value))), true; }
+  bool open(json value) {
+    if (std::ssize(open_) >= max_depth_)
+      throw CheckpointError(where_ + ": JSON nested deeper than " + std::to_string(max_depth_) + " levels");
+    return open_.push_back(&place(std::move(value))), true;
+  }
   bool close() { return open_.pop_back(), end_value(); }
   bool visits_members() const { return visit_ != nullptr && open_.size() == 1 && root_.is_object(); }
   bool end_value() {

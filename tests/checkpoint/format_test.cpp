@@ -80,6 +80,12 @@ TEST(SafetensorsHeader, HostileOnesAreRefused) {
   }
 }
 
+TEST(CheckedJson, HasALargestDepth) {
+  auto nested = [](size_t depth) { return std::string(depth, '[') + std::string(depth, ']'); };
+  EXPECT_TRUE(parse_json(nested(kMaxJsonDepth), "f").is_array());
+  expect_contains(error_of<CheckpointError>([&] { parse_json(nested(kMaxJsonDepth + 1), "f"); }), "deeper than 64");
+}
+
 // Measures CPU time, which other programs do not affect. Four times the tensors must take four times as long, not 16.
 TEST(SafetensorsHeader, CostsAreLinearInTheTensors) {
   auto seconds = [](int64_t tensors) {
