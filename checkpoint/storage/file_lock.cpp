@@ -37,13 +37,18 @@ std::filesystem::path FileLock::path() const {
                          : std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(descriptor_), error);
 }
 
-std::string process_name() { return "process " + std::to_string(::getpid()) + " on " + host_name(); }
+// Containers may have the same host name, and process numbers of their own.
+static std::string host_and_pid_namespace() {
+  std::error_code error;
+  return host_name() + "/" + std::filesystem::read_symlink("/proc/self/ns/pid", error).string();
+}
+
+std::string process_name() { return "process " + std::to_string(::getpid()) + " on " + host_and_pid_namespace(); }
 
 bool is_of_ended_process(const std::string& name) {
   int process = 0, end = 0;
   if (std::sscanf(name.c_str(), "process %d on %n", &process, &end) != 1 || end == 0 || process <= 0) return false;
-  return name.compare(static_cast<size_t>(end), std::string::npos, host_name()) == 0 && ::kill(process, 0) != 0 &&
-         errno == ESRCH;
+  return name.substr(static_cast<size_t>(end)) == host_and_pid_namespace() && ::kill(process, 0) != 0 && errno == ESRCH;
 }
 
 }  // namespace tessera::internal

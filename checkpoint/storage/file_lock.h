@@ -33,7 +33,8 @@ class FileLock {
   int descriptor_ = -1;
 };
 
-// Returns a text that identifies this process to other processes: "process 4711 on host.name".
+// Returns a text that identifies this process to other processes: "process 4711 on host.name/pid:[4026531836]",
+// where the last part names the PID namespace.
 std::string process_name();
 // Returns whether `name` is the process_name() of a process of this host that has ended.
 bool is_of_ended_process(const std::string& name);

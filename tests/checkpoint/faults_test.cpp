@@ -30,6 +30,7 @@
 #include "checkpoint/save/commit.h"
 #include "checkpoint/save/group_saves.h"
 #include "checkpoint/save/save_coordinator.h"
+#include "core/runtime/host.h"
 #include "tests/checkpoint/file_calls.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/reference.h"
@@ -721,6 +722,7 @@ TEST(CheckpointFaults, OneJobAtATimeHasAFolder) {
   EXPECT_TRUE(is_of_ended_process("process 999999999 on " + process_name().substr(process_name().rfind(' ') + 1)));
   EXPECT_FALSE(is_of_ended_process(process_name()));
   EXPECT_FALSE(is_of_ended_process("process 999999999 on elsewhere"));
+  EXPECT_FALSE(is_of_ended_process("process 999999999 on " + host_name()));  // of an unknown PID namespace
   EXPECT_FALSE(is_of_ended_process("{"));
 }
 
@@ -741,6 +743,24 @@ TEST(CheckpointFaults, AForkedChildDoesNotWaitForTheParentsRemoval) {
   go_on.set_value();
   removal.join();
   EXPECT_TRUE(removal.has_ended());
+}
+
+TEST(CheckpointFaults, ASaveDoesNotWaitForTheRemovalOfAGroupThatHasEnded) {
+  auto go_on = std::make_shared<std::promise<void>>();
+  auto has_ended = std::make_shared<std::atomic<bool>>(false);
+  on_ranks(1, [&](const std::shared_ptr<Communicator>& comm) {
+    with_group_saves(comm, [&](GroupSaves& saves) {
+      saves.removal = std::make_shared<Removal>(
+          [gone = go_on->get_future().share(), has_ended] {
+            gone.wait_for(std::chrono::seconds(20));
+            *has_ended = true;
+          },
+          nullptr);
+    });
+  });
+  on_ranks(1, [](const std::shared_ptr<Communicator>& comm) { with_group_saves(comm, [](const GroupSaves&) {}); });
+  EXPECT_FALSE(*has_ended);
+  go_on->set_value();
 }
 
 // A power cut takes writes since the last sync, in any order: a checkpoint must be durable before it gets its name.
