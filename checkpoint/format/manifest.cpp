@@ -298,9 +298,9 @@ Manifest parse_manifest(std::string_view text, const std::string& where, bool is
                            "rng", "extra", "checksum"},
                           {"files", "beside", "folder", "models", "optimizers"});
   if (fields.text("format") != "tessera-checkpoint") fields.refuse("'format' is not tessera-checkpoint");
-  if (const int64_t version = fields.number("version"); version != 1 && version != kFormatVersion)
-    fields.refuse("has format version " + std::to_string(version) + "; this Tessera reads version 1 to " +
-                  std::to_string(kFormatVersion));
+  if (const int64_t version = fields.number("version"); version < 1 || version > kFormatVersion)
+    throw CheckpointMismatch(where + ": has format version " + std::to_string(version) +
+                             "; this Tessera reads version 1 to " + std::to_string(kFormatVersion));
   const bool by_rank = fields.number("version") == kFormatVersion;
   if (by_rank == fields.has("files"))
     fields.refuse(std::string("the field 'files' is ") + (by_rank ? "not known" : "missing"));
