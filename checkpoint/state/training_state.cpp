@@ -128,7 +128,10 @@ void check_name(const std::string& name) {
 
 TrainingState::StateRef::StateRef(const std::string& name, ModelShards& model) : StateRef(model) {
   check_name(name);
-  if (auto* with_model = Ema::of(model)) stateful_ = std::make_shared<EmaState>(name + "_ema", *with_model);
+  if (auto* ema = dynamic_cast<Ema*>(&model))
+    stateful_ = std::make_shared<EmaState>(name, *ema);
+  else if (auto* with_model = Ema::of(model))
+    stateful_ = std::make_shared<EmaState>(name + "_ema", *with_model);
   name_ = name;
 }
 TrainingState::StateRef::StateRef(const std::string& name, torch::optim::Optimizer& optimizer)
