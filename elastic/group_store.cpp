@@ -76,8 +76,6 @@ PeerMessage ServedStores::answer(const PeerMessage& request) const {
     answer.fields["number"] = store->check(keys) ? 1 : 0;
   } else if (call == "count") {
     answer.fields["number"] = store->getNumKeys();
-  } else if (call == "list") {
-    answer.fields["keys"] = store->listKeys();
   } else {
     throw std::runtime_error("the call '" + call + "' is not known");
   }
@@ -146,7 +144,5 @@ std::vector<std::vector<uint8_t>> GroupStore::multiGet(const std::vector<std::st
 void GroupStore::multiSet(const std::vector<std::string>& keys, const std::vector<std::vector<uint8_t>>& values) {
   ask({"set", keys, values});
 }
-
-std::vector<std::string> GroupStore::listKeys() { return ask({"list", {}}).fields.at("keys").get<Keys>(); }
 
 }  // namespace tessera::internal

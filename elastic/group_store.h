@@ -59,7 +59,6 @@ class GroupStore : public c10d::Store {
   std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
   void multiSet(const std::vector<std::string>& keys, const std::vector<std::vector<uint8_t>>& values) override;
   bool hasExtendedApi() const override { return true; }
-  std::vector<std::string> listKeys() override;
 
  private:
   struct Call;

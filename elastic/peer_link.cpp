@@ -201,6 +201,8 @@ PeerMessage ask_member(const Member& member, PeerMessage request, milliseconds p
     if (error.is_gone()) throw;
     PeerConnection again(member, patience);  // throws if the process has ended meanwhile
     throw;
+  } catch (const std::runtime_error& error) {  // the member lives, but could not serve the request
+    throw PeerError(error.what(), false);
   }
 }
 

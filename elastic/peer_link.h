@@ -70,6 +70,7 @@ class PeerConnection {
 inline constexpr std::chrono::milliseconds kPromptAnswer{500};
 
 // Connects, asks once and disconnects. If that fails, connects again: a refusal then proves that the process has ended.
+// Throws PeerError, also if the member could not serve the request.
 PeerMessage ask_member(const Member& member, PeerMessage request, std::chrono::milliseconds patience);
 
 // Serves requests of other members until it is destroyed.

@@ -399,7 +399,8 @@ TEST(ElasticPeers, ADeadProcessIsToldFromASilentOne) {
     });
     member.port = server.port();
     EXPECT_EQ(ask_member(member, {{{"op", "echo"}}, "text"}, milliseconds(5000)).fields.at("echo"), "text");
-    EXPECT_THROW(ask_member(member, {{{"op", "fail"}}, {}}, milliseconds(5000)), std::runtime_error);
+    // A member that cannot serve a request is not a reason to end the caller's process.
+    EXPECT_THROW(ask_member(member, {{{"op", "fail"}}, {}}, milliseconds(5000)), PeerError);
     try {
       ask_member(member, {{{"op", "sleep"}}, {}}, milliseconds(50));
       FAIL();
@@ -458,9 +459,6 @@ TEST(ElasticStore, AnswersAsAStoreInMemory) {
     note(one.deleteKey("a"));
     note(one.deleteKey("a"));
     note(one.getNumKeys());
-    auto keys = one.listKeys();
-    std::ranges::sort(keys);
-    for (const auto& key : keys) seen.push_back(bytes_of(key));
     return seen;
   };
   EXPECT_EQ(use(store), use(expected));
