@@ -127,9 +127,9 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
   const bool nccl = options.backend == "nccl" || (options.device && options.device->is_cuda());
   require(options.backend.empty() || options.backend == (nccl ? "nccl" : "gloo"), "run_ranks: backend '",
           options.backend, "', expected gloo with cpu or nccl with cuda");
-  require(!options.device || (!options.device->has_index() && options.device->is_cuda() == nccl) ||
-              options.device->is_cpu(),
-          "run_ranks: device ", options.device.value_or(at::kCPU), ", expected cpu, or cuda without an index");
+  require(
+      !options.device || (nccl ? options.device->is_cuda() && !options.device->has_index() : options.device->is_cpu()),
+      "run_ranks: device ", options.device.value_or(at::kCPU), ", expected cpu with gloo, or cuda without an index");
   require(nccl || !options.registered_memory,
           "run_ranks: InitOptions::registered_memory is NCCL's, and this group would "
           "be gloo's");

@@ -171,6 +171,15 @@ TEST(CollectivesErrors, ATimeoutThatNoClockCanHoldIsRefused) {
                     "run_ranks: InitOptions::timeout is " + std::to_string(timeout.count()));
 }
 
+TEST(CollectivesErrors, ABackendThatDoesNotFitTheDeviceIsRefused) {
+  for (const InitOptions& options :
+       {InitOptions{.backend = "nccl", .device = at::kCPU}, InitOptions{.backend = "gloo", .device = at::kCUDA},
+        InitOptions{.device = at::Device(at::kCUDA, 0)}})
+    expect_contains(
+        error_of<std::invalid_argument>([&] { run_ranks(2, [](std::shared_ptr<Communicator>) {}, options); }),
+        "run_ranks: ");
+}
+
 TEST(CollectivesErrors, EmptyFunctionsAreRefused) {
   expect_contains(error_of<std::invalid_argument>([] { run_ranks(2, nullptr); }), "run_ranks: the body is empty");
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
