@@ -568,6 +568,8 @@ void ShardedOptimizer::load_state_dict(const OptimizerStateDict& dict) {
       tensor = tensor.to(host_ ? at::Device(at::kCPU) : parameter.device(), /*non_blocking=*/false, /*copy=*/true);
     states[parameter.unsafeGetTensorImpl()] = make_state(dict.kind, own);
   }
+  for (size_t i = 0; i < dict.groups.size(); ++i)  // throws before anything is changed
+    write_options(*param_groups_[i].options().clone(), dict.groups[i].options);
   for (size_t i = 0; i < dict.groups.size(); ++i) write_options(param_groups_[i].options(), dict.groups[i].options);
   copy_options(*local_);
   state_ = std::move(states);

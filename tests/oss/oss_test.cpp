@@ -520,7 +520,10 @@ TEST(OssState, FilesAreThoseOfTheOptimizerItself) {
 TEST(OssState, WhatDoesNotFitIsListedAndChangesNothing) {
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     auto parameters = make_parameters(1, {{4}, {5}});
-    OSS<Adam> optimizer(parameters, AdamOptions(1e-2), comm);
+    OSS<Adam> optimizer(
+        std::vector<torch::optim::OptimizerParamGroup>{torch::optim::OptimizerParamGroup({parameters[0]}),
+                                                       torch::optim::OptimizerParamGroup({parameters[1]})},
+        AdamOptions(1e-2), comm);
     set_gradients(parameters, 0);
     optimizer.step();
     optimizer.consolidate_state_dict(-1);
@@ -531,6 +534,11 @@ TEST(OssState, WhatDoesNotFitIsListedAndChangesNothing) {
     const std::string text = error_of<std::invalid_argument>([&] { optimizer.load_state_dict(bad); });
     expect_contains(text, "exp_avg of parameter 0 has shape [9], expected [4]");
     expect_contains(text, "exp_avg_sq of parameter 1");
+    EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 1e-2);
+    bad = optimizer.state_dict();
+    bad.groups[0].options[0].second = 0.5;
+    bad.groups[1].options[0].first = "rate";
+    expect_contains(error_of<std::invalid_argument>([&] { optimizer.load_state_dict(bad); }), "option 'rate'");
     EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 1e-2);
     bad = optimizer.state_dict();
     bad.kind = "SGD";
