@@ -62,8 +62,9 @@ struct QuantizeOptions {
 // layer whose encoded bytes were converted throws on use. clone() of a layer is not supported.
 //
 // Not collective. Throws std::invalid_argument, with nothing changed, for invalid options and if no layer is selected.
-// Also throws it, naming the layer, for a weight that is tied, sharded, quantized or not floating-point, or in a module
-// that no std::shared_ptr holds. After deferred() has ended, also for a deferred weight without a file of its values.
+// Also throws it, naming the layer, for a weight that is tied, sharded, quantized, not finite or not floating-point, or
+// in a module that no std::shared_ptr holds. After deferred() has ended, also for a deferred weight without a file of
+// its values.
 std::vector<std::string> quantize_linears(torch::nn::Module& module, const QuantizeOptions& options = {});
 
 // Decodes the weights, adds the adapters, and keeps the results for evaluation. Until unmerge_adapters(), a forward in

@@ -9,6 +9,7 @@
 #include <tessera/detail/linear_weights.h>
 #include "core/layout/deferred.h"
 #include "core/layout/unit_plan.h"
+#include "core/memory/without_data.h"
 #include "core/paging/residency.h"
 
 #include "optim/quantized/quantized_weight.h"
@@ -58,7 +59,7 @@ std::unordered_map<const c10::TensorImpl*, int> places_of_parameters(const torch
   return places;
 }
 
-std::string problem_of(const LinearWeight& weight, int places) {
+std::string problem_of(const LinearWeight& weight, int places, WeightFormat format) {
   const at::Tensor& tensor = *weight.used;
   if (quantized(weight)) return "is quantized already";
   if (is_paged(tensor)) return "is sharded already: quantize before wrapping";
@@ -68,6 +69,9 @@ std::string problem_of(const LinearWeight& weight, int places) {
     return "is tied, registered under " + std::to_string(places) + " names: leave it out (QuantizeOptions::which)";
   if (!at::isFloatingType(tensor.scalar_type()) || tensor.dim() != 2)
     return c10::str("is ", tensor.scalar_type(), " of shape ", tensor.sizes(), ", expected a floating-point matrix");
+  if (format != WeightFormat::kFull && !is_deferred(tensor) && !is_without_data() &&
+      !at::isfinite(tensor.detach()).all().item<bool>())
+    return "has elements that are infinite or NaN";
   return weight.owner->weak_from_this().expired() ? "belongs to a module that no std::shared_ptr holds" : "";
 }
 
@@ -93,7 +97,7 @@ std::vector<std::string> quantize_linears(torch::nn::Module& module, const Quant
     const std::string layer = name_of_layer(weight);
     if (options.which && !options.which(layer, *weight.owner, weight.used->numel())) continue;
     const auto known = places.find(weight.used->unsafeGetTensorImpl());
-    const std::string problem = problem_of(weight, known == places.end() ? 0 : known->second);
+    const std::string problem = problem_of(weight, known == places.end() ? 0 : known->second, options.format);
     if (!problem.empty()) throw std::invalid_argument("quantize_linears: '" + weight.fqn + "' " + problem);
     chosen.push_back(weight);
   }

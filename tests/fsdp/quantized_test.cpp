@@ -204,6 +204,17 @@ TEST(QuantizeLinears, RefusesByName) {
   tied->register_parameter("again", tied->in->weight);
   expect_contains(refused(*tied), "'in.weight' is tied, registered under 2 names");
 
+  Net infinite = plain_net();
+  {
+    torch::NoGradGuard no_grad;
+    infinite->parameters().back().fill_(1);
+    for (const auto& entry : infinite->named_parameters())
+      if (entry.key().ends_with("weight")) entry.value().view({-1})[1].fill_(entry.key() == "in.weight" ? 0 : NAN);
+  }
+  expect_contains(refused(*infinite), "has elements that are infinite or NaN");
+  for (const auto& entry : infinite->named_parameters()) EXPECT_TRUE(entry.value().requires_grad()) << entry.key();
+  EXPECT_FALSE(infinite->named_parameters().contains("in.lora_a"));
+
   Net converted = net_of(WeightFormat::kNf4);
   expect_contains(error_of<std::logic_error>([&] { converted->in->weight.zero_(); }), "which is quantized");
   expect_contains(error_of<std::logic_error>([&] { converted->in->weight.sum(); }), "has an adapter");
