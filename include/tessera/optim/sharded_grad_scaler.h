@@ -67,7 +67,7 @@ class ShardedGradScaler {
 
  private:
   struct Seen {
-    bool is_finite = true;
+    bool is_finite = false;  // also if unscale_() has thrown: step() then skips the optimizer's step
     bool has_stepped = false;
   };
 
