@@ -251,20 +251,22 @@ void ReplicatedGradients::begin_forward() {
   if (trains && reduces() && options_.copies_are_equal) comparison_.count_step(binding_.parameters(), *mesh_.world);
   note_failed_forward();
   flags_.is_forward_open = trains && reduces();
-  if (options_.must_use_all && flags_.any_backward) require_all_used();
-  flags_.any_backward = false;
+  if (std::exchange(flags_.any_backward, false) && options_.must_use_all) require_all_used();
   plan_trainable();
   if (mesh_.world->size() > 1) binding_.note_versions();
 }
 
 void ReplicatedGradients::require_all_used() {
+  std::optional<std::string> unused;  // the first one
   for (size_t i = 0; i < states_.size(); ++i)
-    if (states_[i].trainable && !std::exchange(states_[i].used, false) && binding_.tensor(i).requires_grad())
-      throw std::runtime_error(
-          binding_.label(i) +
-          " had no gradient on any rank in the last iteration, which "
-          "DdpOptions::find_unused_parameters = true would allow: gradients of such a parameter stay "
-          "as they were");
+    if (states_[i].trainable && !std::exchange(states_[i].used, false) && binding_.tensor(i).requires_grad() && !unused)
+      unused = binding_.label(i);
+  if (unused)
+    throw std::runtime_error(
+        *unused +
+        " had no gradient on any rank in the last iteration, which "
+        "DdpOptions::find_unused_parameters = true would allow: gradients of such a parameter stay "
+        "as they were");
 }
 
 // Hooks the outputs, so that the outermost backward begins the pass, not a nested backward that recomputes a part.
