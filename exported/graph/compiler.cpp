@@ -301,11 +301,10 @@ class Compiler::HigherOrderArguments {
     return value;
   }
   const json* next_if(const char* expected) {
-    if (next_ == arguments_.size() || alternative_of(*arguments_[next_]).kind != expected) {
-      ++next_;
-      return nullptr;
-    }
-    return &next(expected);
+    if (next_ == arguments_.size()) return nullptr;
+    if (alternative_of(*arguments_[next_]).kind == expected) return &next(expected);
+    ++next_;  // None
+    return nullptr;
   }
   const json& next_graph() { return object_field(next("as_graph"), "graph"); }
   const json& next_any() {
@@ -441,12 +440,11 @@ std::unique_ptr<GraphStep> Compiler::compile_loop(const std::string& name, CallR
 
 AutocastStep::Mode Compiler::autocast_mode(HigherOrderArguments& arguments) const {
   AutocastStep::Mode mode;
-  const std::string device = text_of(arguments.next("as_string"));
+  // Autocast for the device type of the export applies to the execution's device. Autocast for other types is a no-op.
+  mode.applies = text_of(arguments.next("as_string")) == options_.device_type;
   if (const json* dtype = arguments.next_if("as_scalar_type")) mode.dtype = dtype_of_export(*dtype);
   mode.enabled = bool_of(arguments.next("as_bool"));
   if (const json* cache = arguments.next_if("as_bool")) mode.cache_enabled = bool_of(*cache);
-  // Autocast for the device type of the export applies to the execution's device. Autocast for other types is a no-op.
-  if (device != options_.device_type) mode.enabled = false;
   return mode;
 }
 

@@ -29,7 +29,7 @@ class Guard::Parser {
   struct Operator {
     std::string_view sign, name;
   };
-  static constexpr int kMaxDepth = 100;
+  static constexpr int kMaxDepth = 100, kMaxTerms = 1000;
 
   [[noreturn]] void refuse(const std::string& why) const {
     throw ExportedError("what it was exported for, '" + whole_.substr(0, 300) + "', cannot be read" + why);
@@ -42,6 +42,10 @@ class Guard::Parser {
     if (!text_.starts_with(sign)) return false;
     text_.remove_prefix(sign.size());
     return true;
+  }
+  // A chain of terms, such as "a and b and c", becomes a tree of that depth.
+  void count_term() {
+    if (++terms_ > kMaxTerms) refuse("");
   }
   void expect(std::string_view sign) {
     if (!take(sign)) refuse("");
@@ -71,6 +75,7 @@ class Guard::Parser {
   Node logical(Kind kind, std::string_view word, Node (Parser::*part)()) {
     Node node = (this->*part)();
     while (take_word(word)) {
+      count_term();
       Node both;
       both.kind = kind;
       both.operands.push_back(std::move(node));
@@ -122,7 +127,7 @@ class Guard::Parser {
       skip();
       // Does not accept "<" as a part of "<<", or "*" as a part of "**".
       const bool is_doubled = each.sign.size() == 1 && text_.size() > 1 && text_[0] == text_[1];
-      if (!is_doubled && take(each.sign)) return &each;
+      if (!is_doubled && take(each.sign)) return count_term(), &each;
     }
     return nullptr;
   }
@@ -269,7 +274,7 @@ class Guard::Parser {
   const std::string whole_;
   std::string_view text_;
   const FindInput& find_input_;
-  int depth_ = 0;
+  int depth_ = 0, terms_ = 0;
 };
 
 Guard Guard::parse(const std::string& text, const FindInput& find_input) {

@@ -26,6 +26,7 @@ class GradModeStep : public GraphStep {
 class AutocastStep : public GraphStep {
  public:
   struct Mode {
+    bool applies = true;  // false: of a device type other than that of the export
     std::optional<at::ScalarType> dtype;
     bool enabled = true;
     std::optional<bool> cache_enabled;

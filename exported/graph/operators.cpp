@@ -12,10 +12,11 @@ constexpr std::string_view kPrefix = "torch.ops.";
 
 // Returns whether to refuse the operator. from_file maps any file; the others do not check sizes, strides or indices.
 bool is_refused(std::string_view name) {
-  static constexpr std::string_view kNames[] = {"from_file", "_print",      "_reshape_alias", "_dimI",
-                                                "_dimV",     "_coalesced_", "record_stream",  "_dim_arange"};
-  static constexpr std::string_view kPrefixes[] = {"_nested_", "_test_",   "_use_cudnn_",
-                                                   "_cudnn_",  "_mkldnn_", "_symm_"};
+  static constexpr std::string_view kNames[] = {"from_file",     "_print",      "_reshape_alias",
+                                                "_dimI",         "_dimV",       "_coalesced_",
+                                                "record_stream", "_dim_arange", "embedding_dense_backward"};
+  static constexpr std::string_view kPrefixes[] = {
+      "_nested_", "_test_", "_use_cudnn_", "_cudnn_", "_mkldnn_", "_symm_", "_sparse_coo_tensor_with_dims"};
   return std::ranges::find(kNames, name) != std::end(kNames) || name.ends_with("_unsafe") ||
          std::ranges::any_of(kPrefixes, [&](std::string_view prefix) { return name.starts_with(prefix); });
 }

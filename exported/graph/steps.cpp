@@ -78,7 +78,8 @@ void GradModeStep::run(Frame& frame) const {
 }
 
 void AutocastStep::run(Frame& frame) const {
-  const Autocast autocast(frame.execution->device.type(), mode_.dtype, mode_.enabled, mode_.cache_enabled);
+  std::optional<Autocast> autocast;
+  if (mode_.applies) autocast.emplace(frame.execution->device.type(), mode_.dtype, mode_.enabled, mode_.cache_enabled);
   set_results(frame, graph()->run(take_operands(frame), frame.execution));
 }
 

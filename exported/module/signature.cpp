@@ -259,6 +259,8 @@ class ShapeCheck {
       throw std::invalid_argument(text);
     }
   }
+  // Returns the values of the symbols. Must be called after finish().
+  const Expression::Symbols& symbols() const { return symbols_; }
 
  private:
   struct Derived {
@@ -420,7 +422,6 @@ std::string InputSignature::other_dtypes(const ExportedInputs& inputs) const {
 // ---- inputs without values ----------------------------------------------------------------------
 
 Expression::Symbols InputSignature::chosen_sizes(int64_t batch, int64_t sequence) const {
-  Expression::Symbols symbols;
   ShapeCheck check(*this);
   const auto choose = [&](int64_t wanted, size_t dim, bool of_integers) {
     if (wanted == 0) return;
@@ -432,11 +433,11 @@ Expression::Symbols InputSignature::chosen_sizes(int64_t batch, int64_t sequence
       throw std::invalid_argument("the model has no input with a dimension " + std::to_string(dim) + " to be " +
                                   std::to_string(wanted));
     check.add("dimension " + std::to_string(dim) + " of " + leaf->label, leaf->sizes[dim], wanted);
-    if (const auto symbol = leaf->sizes[dim].symbol()) symbols[*symbol] = wanted;
   };
   choose(batch, 0, false);
   choose(sequence, 1, true);
   check.finish();
+  Expression::Symbols symbols = check.symbols();
   symbols.insert(exported_with_.begin(), exported_with_.end());
   for (const auto& [symbol, range] : ranges_) symbols.try_emplace(symbol, range.least.value_or(1));
   return symbols;
