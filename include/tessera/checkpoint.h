@@ -61,8 +61,8 @@ class [[nodiscard]] PendingSave {
   explicit PendingSave(std::shared_ptr<internal::SaveJob> job) : job_(std::move(job)) {}
   PendingSave(PendingSave&&) noexcept = default;
   PendingSave& operator=(PendingSave&&) noexcept = default;
-  // Blocks until the save completes or fails. Reports an error as a warning (errors.h); the group's next save throws
-  // it. During stack unwinding, does not wait for ranks that send no heartbeats. Not collective.
+  // Blocks until the save ends. An error that wait() has not thrown becomes a warning (errors.h), and the group's next
+  // save throws it. During stack unwinding, does not wait for ranks that send no heartbeats. Not collective.
   ~PendingSave();
 
   // Returns whether this rank knows that the save has ended, successfully or not. Not collective. done() and wait() may
@@ -73,8 +73,8 @@ class [[nodiscard]] PendingSave {
   // false, returns at once. Not collective. Does not throw.
   void copied() const;
 
-  // Blocks until the checkpoint is complete. If the save failed, throws CheckpointError on all ranks. Not collective. A
-  // second call returns at once.
+  // Blocks until the checkpoint is complete. If the save failed, throws CheckpointError on all ranks, or
+  // std::invalid_argument if a tensor changed before copied() returned. Not collective. A second call is a no-op.
   void wait();
 
  private:
@@ -107,7 +107,7 @@ nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& mo
                                const LoadOptions& options = {});
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, const LoadOptions& options = {});
 
-// Loads a list of objects, each of which the checkpoint must contain. The list may omit saved Stateful objects.
+// Loads a list of objects, each of which the checkpoint must contain. The list may omit other saved objects.
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
                                const LoadOptions& options = {});
 
@@ -141,9 +141,9 @@ std::optional<std::filesystem::path> latest_checkpoint(const std::filesystem::pa
 // lock. The lock is a file ".tessera.lock", which contains the holder's name and is never removed. Not collective.
 class FolderLock {
  public:
-  // Creates the folder if it is missing. If another job holds the lock, throws CheckpointError with process, host and
-  // file. If the file system has no locks, a holder's name in the file counts as a lock. Takes over such a lock if the
-  // holder was a process of this host and is dead. The file of any other dead holder must be removed by hand.
+  // Creates the folder if missing. If another job holds the lock, throws CheckpointError with folder, process and host.
+  // Throws std::invalid_argument for an empty or remote path. If the file system has no locks, a holder's name in the
+  // file is the lock. Ignores the name of a dead process of this host; other stale files must be removed by hand.
   explicit FolderLock(const std::filesystem::path& folder);
   ~FolderLock();
   FolderLock(FolderLock&& other) noexcept;

@@ -23,7 +23,7 @@ struct SaveFullOptions {
   int64_t max_file_bytes = 0;
 
   // Maps the model's name of a parameter or buffer to its name in the file; "" omits the name. If all names of a tied
-  // weight are omitted, so is the weight. Two tensors must not get the same name. Not set: names are equal.
+  // weight are omitted, so is the weight. No two names may become equal. Not set: names are equal.
   std::function<std::string(const std::string& name)> rename{};
 
   // Returns whether the file stores the tensor of this name in the model transposed (Hugging Face's Conv1D). Such a
@@ -31,10 +31,10 @@ struct SaveFullOptions {
   std::function<bool(const std::string& name)> transposed{};
 };
 
-// Writes `file` ("model.safetensors"). Collective. Each rank writes its shards in place, without a gather. When all
-// ranks are done, one rename makes the file appear or replaces the old file. If the model is split, the files get new
-// names, and renaming their index commits them. The old files are then removed. Throws like save_checkpoint(). Throws
-// std::invalid_argument if `rename` or `transposed` does not fit the model, or differs between ranks.
+// Writes the local file `file` ("model.safetensors"). Collective. Each rank writes its shards in place, without a
+// gather. At the end, one rename makes the file appear or replaces the old one. If the model is split, the files get
+// new names, and renaming their index commits them. The old files are then removed. Throws like save_checkpoint().
+// Throws std::invalid_argument if `rename` or `transposed` does not fit the model, or differs between ranks.
 void save_full(const std::filesystem::path& file, ModelShards& model, const SaveFullOptions& options = {});
 
 // Loads a file of save_full(), an index, or a directory of safetensors files. The directory may be the output of
@@ -59,9 +59,9 @@ std::vector<FullTensor> list_full(const std::filesystem::path& path);
 // CheckpointError.
 at::Tensor read_full(const std::filesystem::path& path, const std::string& name);
 
-// Writes full files from one process. data(t) must return the values of `t`, an entry of `tensors`, row-major in host
-// memory. Holds one tensor at a time. The files appear under their names when all of them are complete. Throws
-// CheckpointError. Throws std::invalid_argument if `rename` or `transposed` does not fit `tensors`.
+// Writes full files from one process, one tensor at a time. data(t) must return the values of `t`, an entry of
+// `tensors`, row-major in host memory. Calls progress(bytes) after each tensor. The files appear when all of them are
+// complete. Throws CheckpointError. Throws std::invalid_argument if `rename` or `transposed` does not fit `tensors`.
 void write_full(const std::filesystem::path& file, const std::vector<FullTensor>& tensors,
                 const std::function<at::Tensor(const FullTensor&)>& data, const SaveFullOptions& options = {},
                 const std::function<void(int64_t bytes)>& progress = {});

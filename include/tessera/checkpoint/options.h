@@ -19,8 +19,8 @@ struct SaveOptions {
 
   // For save_checkpoint_async() only. true: a thread copies parameters and optimizer state to the host during the next
   // forward and backward. optimizer.step() must wait until PendingSave::copied() returns. If a tensor changes earlier,
-  // the save fails with the tensor's name. The call itself still copies buffers and Stateful objects. It also copies
-  // the state of optimizers whose writes autograd does not count (torch's SGD and LBFGS, and the program's own).
+  // the save fails with its name. The call itself still copies buffers, Stateful objects and tensors on disk. No effect
+  // unless all optimizers, at least one, are torch's Adam, AdamW, RMSprop or Adagrad, or Tessera's Adam or AdamW.
   bool copy_in_background = false;
 
   // true: also saves the random generators' states. Ranks that are threads of one process share the CPU generator, and
@@ -30,9 +30,9 @@ struct SaveOptions {
 
 // Differences that a load with strict = false skipped. Equal on all ranks.
 struct LoadReport {
-  std::vector<std::string> missing;     // names in the model that the checkpoint lacks
+  std::vector<std::string> missing;     // names of tensors and states that the checkpoint lacks
   std::vector<std::string> unexpected;  // names of tensors and states in the checkpoint that the model lacks
-  std::vector<std::string> optimizer;   // differences in the optimizer's groups and state, as sentences
+  std::vector<std::string> optimizer;   // differences in the optimizer's groups, as sentences
 };
 
 // Options of a load. Must be equal on all ranks, except for the pointers.

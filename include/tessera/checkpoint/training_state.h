@@ -23,7 +23,7 @@ namespace tessera {
 //   {model, {"muon", muon}, {"adamw", adamw}}
 class TrainingState {
  public:
-  // A reference to one object whose state is saved. The object must outlive the reference.
+  // A reference to one object whose state is saved. The object must outlive the TrainingState.
   class StateRef {
    public:
     // NOLINTBEGIN(google-explicit-constructor): for lists such as {model, optimizer, scaler}
