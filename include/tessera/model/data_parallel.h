@@ -36,7 +36,7 @@ struct MemoryReport {
   int64_t staging_bytes = 0;         // with offload: staging buffers that exist now, for copies to and from the device
   int64_t peak_staging_bytes = 0;    // the peak of staging_bytes
 
-  // The current bytes in each kind of memory. host_bytes includes pinned_bytes.
+  // The current bytes in each kind of memory. host_bytes includes pinned_bytes, which on CPUs are not locked.
   int64_t device_bytes = 0;
   int64_t host_bytes = 0;
   int64_t pinned_bytes = 0;
@@ -61,7 +61,7 @@ torch::OrderedDict<std::string, at::Tensor> defined_buffers(const torch::nn::Mod
 //
 // Must be used by one thread at a time. If a second thread calls forward() or clip_grad_norm_() while the first is in
 // one of these calls or in backward, that call throws std::logic_error, and the first thread continues. On CPUs this
-// also holds for a second backward. Other calls are not checked.
+// also holds for a second backward. Some other calls are checked, too, but not all.
 class DataParallel : public ModelShards {
  public:
   // While the scope exists, backward adds up this rank's own full gradients of all parameters. The next backward
@@ -88,7 +88,7 @@ class DataParallel : public ModelShards {
   double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) {
     return clip_grad_norm_on_device_(max_norm, norm_type, error_if_nonfinite);
   }
-  // Like clip_grad_norm_(), but does not wait for a device to compute the norm.
+  // Like clip_grad_norm_(), but waits for a device to compute the norm only if error_if_nonfinite is set.
   virtual GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0,
                                              bool error_if_nonfinite = false) = 0;
 

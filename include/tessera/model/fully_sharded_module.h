@@ -25,12 +25,12 @@ class Scheduler;
 class FullyShardedModule : public DataParallel, public internal::GradientSource {
  public:
   // parameters() returns this rank's part of every parameter, each once, in the module's order. The parts are 1-D leaf
-  // tensors of the parameter's dtype, empty if the rank owns no element. They are on the communicator's device, or in
-  // host memory if FsdpOptions::offload.params is true, except units that offload.device_fraction keeps on the device.
-  // Any torch::optim optimizer accepts them, in any groups. Writing to them (under NoGradGuard, or through .data())
-  // changes the model. After backward `.grad()` is the average over ranks, or undefined if no rank used the parameter.
-  // After a backward that failed or ran under no_sync(), `.grad()` is a placeholder. Operators on it throw, naming the
-  // parameter, until zero_grad() or a backward that reduces.
+  // tensors of the parameter's dtype, empty if the rank owns no element. They are on the communicator's device, or on
+  // the host or a disk if FsdpOptions::offload.params is true, except units that offload.device_fraction keeps on the
+  // device. Any torch::optim optimizer accepts them, in any groups. Writing to them (under NoGradGuard, or through
+  // .data()) changes the model. After backward `.grad()` is the average over ranks, or undefined if no rank used the
+  // parameter. After a backward that failed or ran under no_sync(), `.grad()` is a placeholder. Operators on it throw,
+  // naming the parameter, until zero_grad(). After no_sync(), a backward that reduces also replaces it.
 
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
 
@@ -42,11 +42,11 @@ class FullyShardedModule : public DataParallel, public internal::GradientSource 
   // While the scope exists, uses of parameters outside backward throw std::logic_error with `reason` (GradientSource).
   ScopeExit refuse_use(std::string reason) override;
 
-  // While the scope exists, every parameter of the module is unsharded on every rank, in its own dtype despite mixed
-  // precision. Parameters may be read in any way, and changed under NoGradGuard. At the end of the scope each rank
-  // copies its part into the shards, so all ranks must make equal changes. Only the call is collective; the end of the
-  // scope is not. Throws std::logic_error inside a backward pass and inside another such scope. Throws
-  // std::invalid_argument for options that contradict each other and for unknown units.
+  // While the scope exists, every parameter of the module (see SummonOptions) is unsharded on every rank, in its own
+  // dtype despite mixed precision. Parameters may be read in any way, and changed under NoGradGuard. At the end of the
+  // scope each rank copies its part into the shards if `writeback`, so all ranks must make equal changes. Only the call
+  // is collective; the end of the scope is not. Throws std::logic_error inside a backward pass and inside another such
+  // scope. Throws std::invalid_argument for options that contradict each other and for unknown units.
   ScopeExit summon_full_params(SummonOptions options = {});
 
   // Returns full copies of all buffers and parameters (under each of their names). The copies are on the communicator's
