@@ -28,9 +28,9 @@ struct ActivationOffloadOptions {
 //   }
 //   loss.backward();
 //
-// Copies overlap computation. At most two tensors are in flight in each direction. Once a tensor is copied to the host,
-// forward frees it on the device. Backward fetches the input of the next block in advance. Results are bit-equal to
-// those without offload. Thread-safe. This object must outlive the autograd graphs of the blocks.
+// Copies overlap computation, at most two in each direction. When a third copy to the host starts, forward frees the
+// oldest one on the device. Backward fetches the input of the next block in advance. Results are bit-equal to those
+// without offload. Thread-safe. Autograd graphs of the blocks may outlive this object; scopes must not.
 class ActivationOffload {
  public:
   // Tensors in memory of another type, such as masks in host memory, stay there. Others must be on `device`, which is

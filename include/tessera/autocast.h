@@ -8,7 +8,7 @@
 namespace tessera {
 
 // Turns on libtorch's autocast for one device type while the object exists, like torch.autocast in Python. Operators on
-// autocast's list convert floating-point inputs to `dtype`; parameters do not change. For ZeRO stages 0 to 2. In stage
+// autocast's list convert floating-point inputs to `dtype`; parameters do not change. For all ZeRO stages, but in stage
 // 3, MixedPrecision needs less traffic and memory. Create the object before forward, and destroy it before backward:
 //
 //   std::optional<tessera::Autocast> autocast(std::in_place, comm->device().type());

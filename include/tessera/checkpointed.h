@@ -59,17 +59,17 @@ void require_same(const std::vector<at::Tensor>& before, const std::vector<at::T
 //   auto [y, state] = tessera::checkpointed([&](at::Tensor a, int steps) { ... }, x, 3);
 //
 // Gradients flow to the tensors among the inputs (all types supported by include/tessera/visit_tensors.h) and to the
-// parameters that the function uses. Non-leaf tensors captured by a lambda receive no gradients; pass them as inputs.
-// Results that are not tensors come from the first call. The function and its inputs other than tensors are copied, and
-// must compute equal results in the second call. For the second call, autocast and random generators are restored.
-// These are the default generators of the CPU, of the thread's current device, and of the devices of inputs and
-// outputs. While an ActivationOffload::Scope is open, input tensors are kept in host memory. Without autograd
+// parameters that the function uses. A lambda must not capture non-leaf tensors that need gradients; pass them as
+// inputs. Results that are not tensors come from the first call. The function and its inputs other than tensors are
+// copied, and must compute equal results in the second call. For the second call, autocast and random generators are
+// restored. These are the default generators of the CPU, of the thread's current device, and of the devices of inputs
+// and outputs. While an ActivationOffload::Scope is open, input tensors are kept in host memory. Without autograd
 // (NoGradGuard, InferenceMode), checkpointed() only calls the function.
 //
 // Throws std::invalid_argument if the function changes an input in place, or replaces a tensor that was passed by
-// reference. Backward throws std::invalid_argument if an input has changed since the call. Backward throws
-// std::logic_error for create_graph, and if the second call's outputs differ in number, shape or dtype. Exceptions of
-// the function propagate. Backward must run on one thread at a time, like libtorch's own backward of one graph on CPUs.
+// reference. Backward throws std::invalid_argument if an input has changed since the call. It throws std::logic_error
+// for create_graph, for backward() restricted to `inputs`, and if the second call's outputs differ in number, shape or
+// dtype. Exceptions of the function propagate. Backward must run on one thread at a time.
 template <class Function, class... Inputs>
 auto checkpointed(Function function, Inputs&&... inputs) {
   std::tuple<std::decay_t<Inputs>...> arguments(std::forward<Inputs>(inputs)...);

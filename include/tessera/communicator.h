@@ -31,21 +31,21 @@ enum class ReduceOp { kSum, kAverage, kMax, kMin };
 struct Traffic {
   int64_t sent_bytes = 0;   // payload that this rank sent to other ranks
   int64_t collectives = 0;  // operations started
-  double wait_s = 0;        // time that this rank spent in Pending::wait()
+  double wait_s = 0;        // time that this rank waited for operations
 };
 
 // The handle of a collective in flight. The handle owns references to all tensors of the operation until the operation
 // completes. Move-only. Must be used by the thread that started the operation.
 //
-// A handle may be destroyed without wait(), for example during stack unwinding. Its tensors then live as long as the
-// communicator, and the results are unspecified.
+// A handle may be destroyed without wait(), for example during stack unwinding. Its tensors then may live as long as
+// the communicator, and the results are unspecified.
 class [[nodiscard]] Pending : public internal::OperationHandle<internal::AsyncOperation> {
  public:
   using OperationHandle::OperationHandle;
 
-  // Blocks until the operation completes, at most for the group's timeout. Afterwards the results are in memory (gloo),
-  // or the device's current stream waits for them (NCCL). The caller may then read the results and change the
-  // arguments. A second call is a no-op. Throws CommError, which names the operation, the unit and the rank.
+  // On gloo, blocks until the operation completes, at most for the group's timeout. On NCCL, only makes the device's
+  // current stream wait. The caller may then read the results and change the arguments, on that stream. A second call
+  // is a no-op. Throws CommError, which names the operation, the unit and the rank.
   void wait();
 };
 
@@ -101,12 +101,12 @@ class CommunicatorBackend {
 // One rank's membership in a group of ranks that train together.
 //
 // Every operation is collective: all ranks must call it in the same order with the same counts. A call starts the
-// operation and returns. Pending::wait() blocks until completion, at most for timeout(). Tensors must be contiguous, on
-// device(), and without conjugate or negative bits. Before wait(), tensors must not be changed, and results must not be
-// read. Operations that only move data accept any dtype. Reductions accept integers of 8 to 64 bits, Half, BFloat16,
-// Float and Double; averages accept the floating types. `what` names the purpose of the operation ("unit 'blocks.3'").
-// It must be equal on all ranks, and appears in errors. `counts` are the ranks' numbers of elements, in rank order; 0
-// is allowed. If `counts` is empty, parts are equal, and `full` has size() times the elements of `shard`.
+// operation, and Pending::wait() waits for it, at most for timeout(). Tensors must be contiguous, on device(), and
+// without conjugate or negative bits. Before wait(), tensors must not be changed, and results must not be read.
+// Operations that only move data accept any dtype. Reductions accept integers of 8 to 64 bits (NCCL: not 16), Half,
+// BFloat16, Float and Double; averages accept the floating types. `what` names the purpose of the operation ("unit
+// 'blocks.3'"). It must be equal on all ranks, and appears in errors. `counts` are the ranks' numbers of elements, in
+// rank order; 0 is allowed. If `counts` is empty, parts are equal, and `full` has size() times the elements of `shard`.
 //
 // On gloo, reductions add in rank order. So a sum has the same bits in every run and from every kind of reduction.
 // 16-bit types are added in fp32 and rounded once. An average is the sum divided by size(). On NCCL, the order of
@@ -131,7 +131,7 @@ class Communicator : public internal::CommunicatorBackend {
   // full <- shard of rank 0, shard of rank 1, ... `shard` may be this rank's part of `full`.
   Pending all_gather(at::Tensor full, at::Tensor shard, std::vector<int64_t> counts = {}, std::string_view what = {});
 
-  // shard <- this rank's part of the reduction of all ranks' `full` by `op`. Overwrites `full` with unspecified values.
+  // shard <- this rank's part of the reduction of all ranks' `full` by `op`. May overwrite `full`.
   Pending reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp op = ReduceOp::kSum,
                          std::vector<int64_t> counts = {}, std::string_view what = {});
 
@@ -155,9 +155,9 @@ class Communicator : public internal::CommunicatorBackend {
 
   void barrier(std::string_view what = {});  // returns when all ranks have called it
 
-  // Blocks until all operations of this group and of the groups split from it complete. If an operation was aborted,
-  // throws CommError, whose text begins with `what`. Must be called before results are returned to the user: on NCCL,
-  // wait() does not block the host, so results may be undefined after a peer's death. Not collective.
+  // On NCCL, blocks until all operations of this group and of groups split from it complete. If one was aborted, throws
+  // CommError, whose text begins with `what`. Must be called before results are returned to the user: NCCL's wait()
+  // does not block the host, so results may be undefined after a peer's death. On gloo, a no-op. Not collective.
   void throw_if_aborted(std::string_view what);
   // Copies the result of an operation to host memory, after its wait(). Throws CommError if the operation was aborted.
   at::Tensor to_host(const at::Tensor& result, std::string_view what);

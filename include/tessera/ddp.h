@@ -12,14 +12,14 @@ enum class GradientCompression { kNone, kFp16, kBf16 };
 
 // Options of DistributedDataParallel, mostly named after the arguments of the class in torch.nn.parallel.
 struct DdpOptions {
-  // Upper limit of a bucket (PyTorch's bucket_cap_mb). Buckets are reduced during backward, last layers first. The
-  // first bucket has a smaller limit, so that communication starts early. On CPUs a gradient of 2 MiB or more has its
-  // own bucket. It is reduced in autograd's memory, which becomes `.grad`, unless another tensor shares the memory.
+  // Upper limit of a bucket (PyTorch's bucket_cap_mb). Buckets are reduced in backward, last layers first. The first
+  // has a lower limit, to start communication early. On CPUs, without compression and backend_all_reduce, gradients of
+  // 2 MiB or more are reduced alone, in autograd's memory. This memory becomes `.grad` unless another tensor shares it.
   int64_t bucket_bytes = int64_t{25} << 20;
   int64_t first_bucket_bytes = int64_t{1} << 20;
 
   // If only some ranks use a parameter, missing gradients count as zero. true: a parameter that no rank used keeps its
-  // gradient. false: if no rank used a parameter in a backward, the next forward throws std::runtime_error.
+  // gradient. false: such a parameter makes the next forward throw std::runtime_error, unless static_graph is set.
   bool find_unused_parameters = false;
 
   // true: gradients that share a bucket are views of the bucket, which saves copies and their memory.
@@ -29,7 +29,7 @@ struct DdpOptions {
   // compare the sets of used parameters in the first two backwards, but not in later ones.
   bool static_graph = false;
 
-  bool broadcast_buffers = true;   // true: rank 0 sends its buffers before each forward that follows a training forward
+  bool broadcast_buffers = true;   // true: after a training forward outside no_sync(), the next sends rank 0's buffers
   bool sync_module_states = true;  // true: rank 0 sends its parameters and buffers at construction
   GradientCompression compression = GradientCompression::kNone;  // the wire format of gradients
 
@@ -79,9 +79,9 @@ class DistributedDataParallel : public internal::DdpModule {
   DistributedDataParallel(Holder module, std::shared_ptr<Communicator> comm, DdpOptions options = {})
       : internal::DdpModule(internal::module_in_holder(module), std::move(comm), options), module_(std::move(module)) {}
 
-  // Returns module->forward(args...). Collective if buffers are broadcast. Throws std::logic_error if a parameter was
-  // added or converted after wrapping, or was changed in forward. Throws std::runtime_error if no rank has used a
-  // parameter since the last forward, unless find_unused_parameters or static_graph is set. Errors name the parameter.
+  // Returns module->forward(args...). Collective if it broadcasts buffers or compares replicas. Throws std::logic_error
+  // if a parameter was added or converted after wrapping, or changed in forward. Throws std::runtime_error if no rank
+  // has used a parameter since the last forward (see find_unused_parameters). Errors name the parameter.
   template <class... Args>
   auto forward(Args&&... args) {
     return run_forward(module_, std::forward<Args>(args)...);

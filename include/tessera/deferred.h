@@ -40,7 +40,7 @@ class DeferredScope {
 // operators have a meta kernel in Python only (flip, where, complex and others in 2.11). During this call, such
 // operators also run once on zeros and ones, to find the shapes of their results. An operator whose shape depends on
 // values throws std::logic_error with its name. Call such an operator before deferred(), and copy its result. Values
-// are computed on the CPU. If a constructor names another device, its random numbers come from that device's generator.
+// are computed on the CPU, or on another device that a constructor names, with that device's generator.
 template <class Build>
 auto deferred(Build build) {
   internal::DeferredScope scope;

@@ -57,7 +57,7 @@ struct DistributedSamplerOptions {
 // Selects the items of each rank, in an order that survives a restart with another world size
 // (torch.utils.data.DistributedSampler with a position). A step takes the next ranks * batch_numel * accumulation items
 // of EpochOrder. If this product stays equal, a step has the same items at any world size. Each rank receives
-// batch_numel * accumulation consecutive items, so ranks never share an item. Not collective.
+// consecutive items of the step. Ranks never share an item, unless the step repeats items. Not collective.
 //
 // Use with a libtorch data loader, with any number of workers:
 //
@@ -96,12 +96,12 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   // For data loaders: begins a loop over the rest of the epoch. If the number of items changes, restarts the epoch.
   void reset(std::optional<size_t> new_items_numel = std::nullopt) override;
 
-  // Begins an epoch; needed only to skip or repeat epochs. If `epoch` is the current epoch, a no-op, so that a resumed
-  // loop continues within it. Must not be called in a loop over a loader.
+  // Begins an epoch; needed only to skip or repeat epochs. A no-op for the current epoch, so that a resumed loop
+  // continues in it. Must not be called in a loop over a loader. Throws std::invalid_argument for a negative epoch.
   void set_epoch(int64_t epoch);
   int rank() const;              // the constructor's `rank`
   int world_size() const;        // the constructor's `world_size`
-  int64_t epoch() const;         // epoch of the next step's first item; after an epoch's last batch, the next epoch
+  int64_t epoch() const;         // epoch of the next batch's step; after an epoch's last batch, the next epoch
   int64_t micro_batch() const;   // received micro-batches of the current step; 0 after the step's last one
   int64_t batches_left() const;  // batches that the loop over a loader will still receive; 0 in the last iteration
 

@@ -69,7 +69,7 @@ struct ElasticOptions {
 struct ElasticChange {
   std::vector<int> lost;    // lost ranks, by their numbers in the previous group
   std::vector<int> joined;  // new ranks, by their numbers in this group
-  std::string reason;       // the error that ended the previous group
+  std::string reason;       // first line of the error that ended the previous group; in a new rank, that it joined
   int world_before = 0;
   double seconds = 0;  // from this rank's error to the end of the next step; 0 until that end
 };
@@ -116,10 +116,10 @@ class ElasticRun {
   // std::invalid_argument on every rank if the ranks list different objects.
   nlohmann::json restore(const TrainingState& state);
 
-  // Ends a step. Every `copy_every` steps, waits for the previous copy, stages this rank's part, and starts the next
-  // copy. A background thread sends the copy. Other hosts receive only blocks that have changed since the previous
-  // copy. `extra` is as in save_checkpoint(). Collective. Throws CommError if a rank is lost or, after this step's
-  // copy, if a process joins. The body must not catch this error. Throws std::logic_error before restore().
+  // Ends a step. Returns at once, except every `copy_every` steps: then waits for the previous copy, stages this rank's
+  // part with `extra` (as in save_checkpoint()), and starts to copy on a background thread. Other hosts receive only
+  // changed blocks. Collective. Throws CommError if a rank is lost or, after this step's copy, if a process joins. The
+  // body must not catch this error. Throws std::logic_error before restore().
   void commit(const nlohmann::json& extra = nlohmann::json::object());
 
   // Returns the bytes of this rank's parts and copies. Ranks of one host share this memory, and each rank counts it.
@@ -146,14 +146,14 @@ class Elastic {
   Elastic(const Elastic&) = delete;
   Elastic& operator=(const Elastic&) = delete;
 
-  // Runs the body once for each group, until the body returns on all ranks. If a rank is lost, the body's current
-  // operation throws CommError, which must leave the body. Then the ranks regroup, and the body runs again with the
-  // next group. Objects that use the group must be local to the body. Collective. A process that joins first waits
-  // until it is a member. If the run ends before that, run() returns without calling the body.
+  // Runs the body once for each group, until the body returns on all ranks. Collective. If a rank is lost, the body's
+  // current operation throws CommError, which must leave the body. Then the ranks regroup, and the body runs again with
+  // the next group. Objects that use the group must be local to the body. If another exception leaves the body and no
+  // rank is lost, the others continue without this rank, and run() rethrows it. Throws CommError if the survivors
+  // cannot regroup (docs/elastic.md), continue without this rank, or all fail three times after one step.
   //
-  // If another exception leaves the body, the other ranks continue without this rank, and run() rethrows the exception.
-  // Throws CommError if the survivors cannot regroup (docs/elastic.md has the rule), or have continued without this
-  // rank. In a process that joins, throws CommError if no member answers for `regroup_timeout`.
+  // A process that joins first waits until it is a member. If the run ends first, returns without calling the body.
+  // Throws CommError if all members end or are silent for `regroup_timeout`, std::invalid_argument for unequal options.
   void run(const std::function<void(ElasticRun& run)>& body);
 
  private:

@@ -43,7 +43,7 @@ class EventWriter {
   // collective. Does not throw if the disk is full, so that logging cannot end the training.
   void scalar(std::string_view tag, double value, int64_t step);
 
-  // Writes pending records. If the write fails, returns false, and the file still has complete records only. Pending
+  // Writes pending records. If the write fails, returns false, and cuts an incomplete record off the file. Pending
   // records are kept for the next write, up to kMaxKeptBytes; beyond that, the newest points are dropped.
   bool flush() noexcept;
 

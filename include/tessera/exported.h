@@ -62,10 +62,10 @@ class ExportedProgram;
 //   auto out = model->forward(tessera::NamedInputs{{"input_ids", ids}, {"labels", labels}});
 //   out["loss"].tensor().backward();
 //
-// A module's name() is its Python class. train() and eval(), of one module or of all, switch dropout and batch norm.
-// The initial mode is the mode at export. If Python code branched on a module's mode, that mode is fixed: in the other
-// mode, forward() throws with the module's name. buffers() returns only the persistent buffers, without constants. So
-// saved names equal those of Python's state_dict().
+// A submodule's name() is its Python class, or "Module" if Python did not call the submodule. train() and eval(), of
+// one module or of all, switch dropout and batch norm. The initial mode is the mode at export. If Python code branched
+// on a module's mode, that mode is fixed: in the other mode, forward() throws with the module's name. buffers() returns
+// only the persistent buffers, without constants. So saved names equal those of Python's state_dict().
 class ExportedModule : public torch::nn::Module, public internal::HasLinearWeights {
  public:
   // Programs should call load_exported() instead.
@@ -91,17 +91,17 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
 
   // Returns the names of the inputs of forward(), in order.
   std::vector<std::string> input_names() const;
-  // Returns inputs of zeros on the CPU, for a dry run. Size 0: the size at export. See InputSignature::zeros().
+  // Returns inputs of zeros on the CPU, for a dry run. 0 means the size at export. See InputSignature::zeros().
   NamedInputs example_inputs(int64_t batch = 0, int64_t sequence = 0) const;
   // Returns a text with the inputs' dtypes, shapes and ranges, and the number of modules of each class.
   std::string describe() const;
   // Returns the bytes read so far from `weights` and, for deferred tensors, from the archive. Excludes all other reads.
   int64_t weight_bytes_read() const;
 
-  // Returns the untied parameters that the graph uses only as weights of aten.linear, for quantize_linears().
+  // Returns the parameters, tied ones too, that the graph uses only as weights of aten.linear, for quantize_linears().
   std::vector<internal::LinearWeight> linear_weights() override;
 
-  // Like torch::nn::Module::to(); also converts the graph's constants.
+  // Like torch::nn::Module::to(). Also moves constants and non-persistent buffers; `dtype` converts only the latter.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, bool non_blocking = false) override;
@@ -126,7 +126,7 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = tessera::wrap_classes({"LlamaDecoderLayer"})});
 //
 // Not collective. Throws ExportedError; the text has the line of Python if the error is in a node. Throws
-// CheckpointError for files of `weights`. Never unpickles, never loads a library, and opens no other files.
+// CheckpointError for unreadable files of `weights`. Never unpickles, never loads a library, and opens no other files.
 std::shared_ptr<ExportedModule> load_exported(const std::filesystem::path& archive,
                                               const ExportedOptions& options = {});
 
