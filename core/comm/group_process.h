@@ -36,7 +36,7 @@ class LiveGroup {
 // Registers `act` to be called once, when this process destroys its last group. A group must exist. Thread-safe.
 void call_after_last_group(void (*act)());
 
-// Returns "rank 3" or "ranks 0, 1 and 5 more". Names at most eight ranks, to keep the errors of large groups readable.
+// Returns "rank 3" or "ranks 0, 1, 2". Names the first eight ranks and counts the others, as in "ranks ... and 5 more".
 std::string ranks_text(const std::vector<int>& ranks);
 
 // Returns an exception's text, without libtorch's stack trace. A null pointer means that std::terminate() was called.

@@ -9,19 +9,19 @@ namespace tessera::internal {
 
 // Collectives that only this library starts.
 
-// Sums `tensor` over the ranks with the backend's own all-reduce (ProcessGroupGloo's ring, or NCCL's), in an
-// unspecified order. Apart from the order, behaves as Communicator::all_reduce() does. Traffic counts the bytes that a
-// ring sends. On CPUs, first blocks until all ranks have called this function, and compares the sizes of their tensors.
+// Sums `tensor` over the ranks with the backend's own all-reduce (ProcessGroupGloo's ring, or NCCL's). Its order and
+// rounding are unspecified. Otherwise behaves as Communicator::all_reduce() does. Traffic counts the bytes that a ring
+// sends. On CPUs, first blocks until all ranks have called this function, and compares the sizes of their tensors.
 Pending backend_all_reduce(Communicator& comm, at::Tensor tensor, std::string_view what = {});
 
 // Runs Communicator::reduce_scatter() on a full tensor that is the concatenation of `pieces`. All pieces must have one
 // dtype. All ranks must pass equally many pieces, and each piece must have the same size on all ranks. The pieces are
-// read until wait() returns, and never written. If exchanges_pieces() is false, concatenates them first.
+// read until wait() returns. A lone piece may be overwritten. If exchanges_pieces() is false, concatenates them first.
 Pending reduce_scatter_pieces(Communicator& comm, at::Tensor shard, std::vector<at::Tensor> pieces,
                               ReduceOp op = ReduceOp::kSum, std::string_view what = {});
 
-// Whether the group sends pieces without concatenating them. False for NCCL, which reduces one tensor at a time, and
-// for a world of one, which sends nothing.
+// Whether the backend takes pieces. False for NCCL, which reduces one tensor at a time, and for a world of one, which
+// sends nothing. Over the program's process group, the transport then concatenates the pieces.
 bool exchanges_pieces(const Communicator& comm);
 
 }  // namespace tessera::internal

@@ -11,7 +11,7 @@
 namespace tessera::internal {
 namespace {
 
-// The largest number of queued reports. If the device is further behind, the host waits for the oldest report.
+// The largest number of reports that look() leaves queued. If the device is further behind, the host waits.
 constexpr size_t kMaxWaiting = 4;
 
 // The first two words are the fingerprint and its complement; the numbers follow. The maxima of the two words yield the

@@ -47,10 +47,10 @@ class ReducedReport {
   std::optional<c10::Event> arrived_;  // set by finish(); null for a CPU group
 };
 
-// A queue of reports. look() passes arrived reports to their callbacks in order. Blocks if more than four are queued.
+// A queue of reports. look() finishes all, then passes arrived ones to their callbacks in order. Leaves at most four.
 class LateReports {
  public:
-  // Called once for each report, after the report has arrived. Must throw if the report says that the ranks disagree.
+  // Called once for each report, after finish(). Must throw if the report says that the ranks disagree.
   using Look = std::function<void(ReducedReport&)>;
   void add(ReducedReport report, Look look) { waiting_.emplace_back(std::move(report), std::move(look)); }
   void look();

@@ -31,7 +31,7 @@ class SingleThreadChecker {
 
     // Whether no other thread was in a call when this call began.
     bool is_alone() const { return is_alone_; }
-    // Whether this call is not nested.
+    // Whether no call, of this thread or another one, was in progress when this call began.
     bool is_outermost() const { return is_outermost_; }
 
    private:

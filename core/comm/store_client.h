@@ -19,20 +19,20 @@ class StoreThread;
 // Returns the store below all prefix wrappers.
 c10d::Store& underlying(c10d::Store& store);
 
-// Opens a TCPStore that does not wait for other ranks. Its threads block SIGPIPE, and look up names with short
-// timeouts.
+// Opens a TCPStore that does not wait for other ranks. Its threads block SIGPIPE. This function looks up names with
+// short timeouts.
 c10::intrusive_ptr<c10d::TCPStore> open_tcp_store(const std::string& host, c10d::TCPStoreOptions options);
 
-// Polls until a store has all keys. Throws c10::Error after the timeout.
+// Polls until a store has all keys. Throws c10::Error after the timeout. c10d::Store::kNoTimeout means no timeout.
 void await_keys(c10d::Store& store, const std::vector<std::string>& keys, std::chrono::milliseconds timeout);
 
 // A store whose calls always end. If the serving process is stopped or the link is cut, a call of c10d's TCPStore
 // blocks forever, and so do all later calls. This class makes the calls on its own thread. If the store does not answer
-// within `patience`, a call throws c10::Error with the text kNoAnswer. The thread skips a call that has thrown before
-// the thread began it. The destructor detaches the thread if a call still blocks the thread.
+// within `patience`, a call throws c10::Error with the text kNoAnswer. If the thread has not begun the call then, it
+// skips the call. The destructor detaches the thread if a call still blocks the thread.
 //
 // wait(), get() and multiGet() poll, so that they do not block other calls. Thread-safe. Every group wraps its store
-// with of(), so the library calls every store except a HashStore through this class.
+// with of(). While a group is formed over the program's store, call_with_timeout() limits the calls instead.
 class StoreClient : public c10d::Store {
  public:
   static constexpr char kNoAnswer[] = "the store, in rank 0's process or the launcher's, does not answer";

@@ -9,8 +9,8 @@
 namespace tessera::internal {
 namespace {
 
-// Up to this size, an all-reduce sends whole tensors in one step. A larger one is a reduce-scatter and an all-gather,
-// which send fewer bytes than one step if size() > 2. A larger broadcast is a scatter and an all-gather.
+// Up to this size, an all-reduce or broadcast of more than two ranks sends whole tensors in one step. A larger one has
+// two steps, in which the busiest rank sends fewer bytes: a reduce-scatter or a scatter, and then an all-gather.
 constexpr int64_t kOneStepBytes = 1 << 16;
 // The limit for an all-reduce between two ranks, where both algorithms send equally many bytes. One step needs one wait
 // instead of two. Above this size one step is slower, because each rank adds all elements instead of half of them.
@@ -232,7 +232,7 @@ void GlooCollectives::reduce_to_root(const at::Tensor& tensor, ReduceOp reduce, 
 void GlooCollectives::broadcast(const at::Tensor& tensor, int root) const {
   if (size_ == 2 || static_cast<int64_t>(tensor.nbytes()) <= kOneStepBytes)
     return send_parts(std::vector<at::Tensor>(size_, tensor), tensor, root);
-  // A scatter and an all-gather (van de Geijn): the root sends each element once, not size() - 1 times.
+  // A scatter and an all-gather (van de Geijn): the root sends under twice the tensor's bytes, not size() - 1 times.
   const auto counts = even_counts(tensor.numel(), size_);
   const auto parts = tensor.split_with_sizes(counts);
   send_parts(parts, parts[rank_], root);

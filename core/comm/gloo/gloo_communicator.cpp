@@ -197,7 +197,7 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
                                       position, size, std::move(options), std::move(place));
 }
 
-// Makes the TCP connections, unless they exist. On one host, called by the first operation that needs TCP.
+// Makes the TCP connections, unless they exist. If all ranks share memory, the first backend_all_reduce() makes them.
 void GlooCommunicator::make_connections(const GlooOperation& op) {
   if (transports_.tcp()->is_connected()) return;
   transports_.tcp()->connect(meet(op, "connections", [&](const c10::intrusive_ptr<c10d::Store>& meeting) {

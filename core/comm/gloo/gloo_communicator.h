@@ -20,14 +20,14 @@
 
 namespace tessera::internal {
 
-// A group over gloo. Does not use gloo's own reduce-scatter, which all-reduces a clone of its input, or gloo's
-// all-gather, which is a ring of copies. Instead, each operation consists of concurrent sends and receives between
-// pairs of ranks, directly from and to the caller's tensors. Reductions add in rank order: in wait() if peers share
-// memory, else chunk by chunk as data arrives over TCP (ReductionPipeline). If all ranks share memory, each small
-// operation is one round of SharedRounds.
+// A group over gloo. Of gloo's collectives it uses only the all-reduce, in backend_all_reduce(): the reduce-scatter
+// all-reduces a clone of its input, and the all-gather is a ring of copies. Other operations consist of sends and
+// receives between pairs of ranks, directly from and to the caller's tensors. Reductions add in rank order in wait().
+// If no peers share memory, large ones add chunk by chunk as data arrives (ReductionPipeline). If all ranks share
+// memory, each small gather or reduction is one round of SharedRounds.
 //
 // The tag of each message combines the operation's number with a hash of its description. If ranks start different
-// operations, no tags match: the ranks stall instead of exchanging wrong data, and Watchdog reports the cause.
+// operations, the tags differ: the ranks stall instead of exchanging wrong data, and Watchdog reports the cause.
 class GlooCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<GlooCommunicator> {
  public:
   GlooCommunicator(GlooTransports transports, c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -49,8 +49,8 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
  private:
   friend class GlooOperation;
 
-  // Marks a call of the rank's thread, and refuses calls of a second thread. The group is not closed during a call. If
-  // another thread breaks the group during a call, the group is closed at the end of the outermost call.
+  // Marks a call of the rank's thread, and refuses calls of a second thread. During a call, no other thread closes
+  // the group. If one of them breaks the group, the group is closed at the end of the outermost call.
   class InCall {
    public:
     InCall(GlooCommunicator& comm, const std::string& what);

@@ -1,4 +1,4 @@
-// The only file that includes ProcessGroupGloo.hpp, and thus gloo's headers.
+// The library's only file that includes ProcessGroupGloo.hpp, and thus gloo's headers.
 #include "core/comm/gloo/gloo_connections.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>

@@ -21,7 +21,7 @@ struct OperationResources {
   std::shared_ptr<ReductionPipeline> pipeline;
   bool is_aborted = false;  // the group was closed before the messages were complete
 
-  // Destroys the messages. If `keeper` is not null, first appends the tensors that a peer may still access to it.
+  // Destroys the messages. If `keeper` is not null, first appends to it the tensors that a peer may still access.
   void drop(std::vector<at::Tensor>* keeper) noexcept;
 };
 

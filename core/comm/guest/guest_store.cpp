@@ -47,14 +47,14 @@ c10::intrusive_ptr<c10d::Store> share_memory_store(const TextExchange& exchange,
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-constexpr std::string_view kPart = "group/split";  // prefix of the keys of groups that were split
+constexpr std::string_view kPart = "group/split";  // prefix of the keys of parts of a group
 
 StorePtr keys_of(const StorePtr& store, int size, int64_t number) {
   return c10::make_intrusive<c10d::PrefixStore>(c10::str("tessera/", size, ".", number), store);
 }
 
 // Deletes the keys of earlier groups of this size, the oldest first. Stops at the first group that a rank still uses.
-// Keeps the keys of groups that were split, which may outlive the group that they were split from.
+// Keeps the keys of the parts that split() made of these groups, because a part may outlive its group.
 void delete_left_groups(const StorePtr& store, int size, int64_t last) {
   const std::string oldest_key = c10::str("tessera/oldest/", size);
   int64_t oldest = 1 + store->add(oldest_key, 0);

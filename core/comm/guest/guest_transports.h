@@ -24,13 +24,13 @@ std::shared_ptr<TransportSource> message_transports(std::shared_ptr<MessageLibra
 // | reduce-scatter | _reduce_scatter_base | allreduce |
 // | broadcast, scatter | broadcast | |
 // | reduce | allreduce of a copy | |
-// | all-to-all, and all collectives of a group that was split | send and recv | |
+// | all-to-all, and all collectives of a part that split() made | send and recv | |
 //
 // The process group computes the sums. The order of additions, and so the rounding, may differ between operations.
 std::shared_ptr<TransportSource> process_group_transports(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-// Returns a TextExchange that uses all-reduces of `group` to gather the texts, as bytes in tensors on `device`. The
-// exchange throws CommError after `timeout`, whatever the timeout of the process group is.
+// Returns a TextExchange that uses two all-reduces of `group` to gather the texts, as bytes in tensors on `device`. If
+// ranks are late, an all-reduce throws CommError after `timeout`, or the process group's own error before that.
 TextExchange exchange_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device,
                            std::chrono::milliseconds timeout);
 

@@ -9,7 +9,7 @@
 
 namespace tessera::internal {
 
-// Given this rank's text, returns the texts of all ranks in rank order. Collective. Throws if a rank is late.
+// Returns the texts of all ranks, in rank order. Collective. If a rank is late, throws; over MPI, blocks instead.
 using TextExchange = std::function<std::vector<std::string>(const std::string& own)>;
 
 // Returns a TextExchange through a store, under keys that begin with `prefix`. Rank 0 reads all texts and publishes

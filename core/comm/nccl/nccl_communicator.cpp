@@ -327,7 +327,7 @@ void NcclCommunicator::require_whole(std::string_view what) {
   if (const auto reason = queue_.reason_to_tell()) throw CommError(c10::str(what, " on rank ", rank(), ": ", *reason));
 }
 
-// Called after an error of c10d. Throws if the group has ended. If a peer was lost, waits until the watchdog names it.
+// Called after an error of c10d. Throws if the group has ended. If a peer was lost, waits up to naming_time_ for that.
 void NcclCommunicator::require_whole_after(const std::exception& error, std::string_view what) {
   require_whole(what);
   if (!is_loss_of_a_peer(error.what())) return;

@@ -12,8 +12,8 @@
 
 namespace tessera::internal {
 
-// Makes the c10d backends of NcclCommunicators: NCCL's own (nccl_backend.cpp), or replacements in tests. Groups that
-// are split from a group share its object. InitOptions::registered_memory uses the backends' allocateTensor().
+// Makes the c10d backends of NcclCommunicators: NCCL's own (nccl_backend.cpp), the program's, or replacements in tests.
+// Groups that are split from a group share its object. InitOptions::registered_memory uses their allocateTensor().
 class NcclBackends {
  public:
   virtual ~NcclBackends() = default;
@@ -22,7 +22,7 @@ class NcclBackends {
   virtual c10::intrusive_ptr<c10d::Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                  at::Device device, std::chrono::milliseconds timeout) = 0;
   // Makes a group of the given ranks of `parent`, in this order. Collective over `parent`. A rank that joins no part
-  // passes the ranks of any part, and receives null.
+  // passes an empty `ranks`, and receives null.
   virtual c10::intrusive_ptr<c10d::Backend> split(c10d::Backend& parent, const c10::intrusive_ptr<c10d::Store>& store,
                                                   const std::vector<int>& ranks, std::chrono::milliseconds timeout) = 0;
   // Returns a Work of the same operation that owns none of its tensors. NCCL's own Work owns the operation's results

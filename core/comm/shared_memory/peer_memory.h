@@ -98,7 +98,7 @@ class PeerMemory {
   // Number of bytes that this rank itself has copied, without the copies by its peers.
   uint64_t copied_bytes() const { return copied_bytes_; }
 
-  // Makes another thread's current or next wait() return kInterrupted. Thread-safe.
+  // Until clear_interrupt(), makes wait() return kInterrupted if the message is incomplete. Thread-safe.
   void interrupt();
   void clear_interrupt() { interrupted_.store(false); }
 

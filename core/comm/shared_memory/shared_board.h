@@ -94,7 +94,7 @@ class SharedBoard {
   static bool claim(Slot& slot, State kind);
   // Frees unmatched slots of this kind, and sets matched slots that are not being copied to kBroken. Then polls each
   // message that is being copied until its copy ends, or until `while_copying`, called after each poll, returns false.
-  // Returns false if a message is still being copied at the deadline.
+  // Returns false if a message is still being copied at the deadline. Throws as announce() does.
   static bool take_back(Channel& channel, State kind, Deadline until, const std::function<bool()>& while_copying);
 
   // Counts an event of rank `from` and of `operation`. Wakes the member if it waits for one of them, or if `from` is

@@ -126,7 +126,7 @@ void SharedRounds::leave(Round& round) {
 
 // ---- waiting ------------------------------------------------------------------------------------
 
-// Blocks until is_over(), or until a rank for which is_awaited() is true fails. A round's last arrival wakes sleepers.
+// Blocks until is_over(), an interrupt or the deadline, or until a rank for which is_awaited() is true ends or leaves.
 template <class IsOver, class IsAwaited>
 SharedRounds::Outcome SharedRounds::watch(Deadline until, int& peer, IsOver is_over, IsAwaited is_awaited) const {
   peer = -1;

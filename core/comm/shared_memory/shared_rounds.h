@@ -64,7 +64,7 @@ class SharedRounds {
                                std::function<void(const Contributions&)> read);
 
   // Blocks until this rank has read the contributions. Returns kOtherBytes if a size is not as expected. If another
-  // rank passed another tag, the ranks run different operations, and the call blocks until the watchdog interrupts it.
+  // rank passed another tag, the ranks run different operations: blocks until an interrupt or the deadline.
   Outcome wait(Round& round, Deadline until, int& peer);
   // Leaves a round without reading it.
   void drop(Round& round);

@@ -11,7 +11,7 @@ namespace tessera::internal {
 // The failure of a group, as known to this rank. Thread-safe.
 class GroupFailure {
  public:
-  // Returns the reason why waits were interrupted; "" if no wait was interrupted.
+  // Returns the reason why waits of this rank end; "" if none is known.
   std::string explanation() const {
     std::lock_guard lock(mutex_);
     return explanation_;
@@ -27,7 +27,7 @@ class GroupFailure {
     std::lock_guard lock(mutex_);
     return is_published_ && !explanation_.empty();
   }
-  // Returns whether the caller must publish this rank's failure: true at most once, and never if the store is lost.
+  // Returns whether the caller must publish this rank's failure: false if one is published, or if the store is lost.
   bool begin_publishing() {
     std::lock_guard lock(mutex_);
     return !std::exchange(is_published_, true) && store_failure_.empty();

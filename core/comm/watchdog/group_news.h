@@ -23,7 +23,7 @@ class GroupNews {
       : store_(std::move(store)), rank_(rank), size_(size), serves_store_(serves_store) {}
 
   bool serves_store() const { return serves_store_; }
-  // Whether all ranks of a group have left it. `serves_store` says whether rank 0's process serves the store.
+  // Whether no rank of a group needs the store; does not count rank 0 if its process serves the store (`serves_store`).
   static bool have_all_left(c10d::Store& store, int size, bool serves_store);
 
   // Publishes that this rank has failed.
@@ -35,7 +35,7 @@ class GroupNews {
   // Returns whether there is news: a failure, or the coming end of the store.
   bool has_news() const;
 
-  // Publishes that this rank no longer needs the store. Later calls are no-ops.
+  // Publishes that this rank no longer needs the store, unless this process serves it. Later calls are no-ops.
   void say_informed();
   bool has_said_informed() const { return said_informed_; }
   // Publishes that this rank starts no more operations after the first `started_count`, and no longer needs the store.

@@ -35,8 +35,8 @@ class StallSearch {
   // Returns an error text if a rank has left before an operation that this rank has started, otherwise "". Reads the
   // store at most once a second, and returns "" in between.
   std::string find_leaver(const std::deque<StartedOperation>& own);
-  // Returns the text of a cycle of waits (a deadlock) across groups that includes `wait`; "" if none is known. Only the
-  // rank that has published its operations searches, and it publishes a found cycle for the other ranks.
+  // Returns the text of a cycle of waits (a deadlock) across groups that blocks this rank; "" if none, or if no `wait`.
+  // Only the rank that has published its operations searches, and it publishes a found cycle for the other ranks.
   std::string find_cycle(const std::optional<WaitRegistry::Wait>& wait);
 
   // Returns whether the store has keys of this search, which end() removes.

@@ -60,10 +60,10 @@ class WaitRegistry {
 
   // The following functions call the store, so they may block or throw. Without a split() they are no-ops or return "".
   void show();               // publishes the long waits of this rank, if they have changed
-  std::string find_cycle();  // publishes and returns the text of a cycle with this rank; "" if none
+  std::string find_cycle();  // publishes and returns the text of a cycle that blocks this rank; "" if none
   // Returns the published text of a cycle that includes the wait for operation `sequence` of `group`; "" if none.
   std::string told_of(const std::string& group, uint64_t sequence) const;
-  std::string wait_of(int other) const;  // wait_text() of a wait of rank `other` in the group of all ranks; "" if none
+  std::string wait_of(int other) const;  // wait_text() of a wait of `other`, a rank of the group of all; "" if none
   int size() const noexcept { return size_; }
 
  private:
