@@ -140,8 +140,8 @@ constexpr MpiLauncher kMpiLaunchers[] = {
 };
 constexpr const MpiLauncher& kOpenMpi = kMpiLaunchers[0];
 
-// Returns the group of a launcher; nullopt if its variables are not set. If the size is not set, uses WORLD_SIZE.
-// Also returns nullopt if only a rank or a size is set, by another launcher such as srun, whose group is `outer`.
+// Returns the group of a launcher. If its size is not set, uses WORLD_SIZE, or returns nullopt if RANK is set as well.
+// Also returns nullopt if nothing is set, or if another launcher (`outer`), such as srun, set only a rank or a size.
 std::optional<Group> read_mpi_group(const Variables& variables, const MpiLauncher& launcher,
                                     const std::optional<Group>& outer) {
   const bool gives_size = launcher.size != nullptr && variables.has(launcher.size);

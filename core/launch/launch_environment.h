@@ -26,7 +26,7 @@ struct LaunchEnvironment {
 
   bool agent_serves_store = false;  // torchrun's agent or spawn_local serves the store, not rank 0
   int restart_count = 0;            // number of restarts of the group by torchrun
-  std::string note;                 // why this process does not join its launcher's job; empty if it joins a job
+  std::string note;                 // why this process does not join its Slurm job of several tasks; else empty
 
   bool launched() const noexcept { return !launcher.empty(); }
   bool one_host() const noexcept { return local_world_size == world_size; }
@@ -40,8 +40,8 @@ using GetVariable = std::function<const char*(const char* name)>;
 // torchrun's variables (RANK, WORLD_SIZE, ...) take precedence, because torchrun runs inside the other launchers.
 // Variables of MPI's launchers are next, because mpirun starts its daemons with srun inside a Slurm job. Slurm's
 // variables are used if srun started this process. A batch script or a shell of salloc also has the job's variables,
-// but is not a task. Such a process becomes a world of one, and `note` explains this. The only task of a job also
-// becomes a world of one, because that task may be a shell.
+// but is not a task. Such a process becomes a world of one. If the job has several tasks, `note` explains this. The
+// only task of a job also becomes a world of one, because that task may be a shell.
 //
 // Throws std::invalid_argument, which lists the variables and their values, if variables are incomplete, not numbers or
 // out of range. Also throws if two launchers contradict each other, or if a launcher sets no size or no address.
@@ -54,7 +54,7 @@ LaunchEnvironment read_launch_environment();
 // for a malformed list, or one of more than 65536 hosts.
 std::vector<std::string> expand_host_list(std::string_view list);
 
-// Expands Slurm's tasks per node: "4(x2),3" -> 4 4 3. Throws std::invalid_argument as expand_host_list() does.
+// Expands Slurm's tasks per node: "4(x2),3" -> 4 4 3. Throws std::invalid_argument if malformed or out of range.
 std::vector<int> expand_task_counts(std::string_view counts);
 
 // Derives a port in [15000, 31000) from a text. The range is below Linux's ports for outgoing connections and above the

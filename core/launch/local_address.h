@@ -8,9 +8,9 @@ namespace tessera::internal {
 // std::invalid_argument, whose text lists the interfaces.
 std::string interface_address(const std::string& name);
 
-// Returns the address from which the kernel would send to `host`. Sends nothing. Returns a loopback address if `host`
-// is a name of this host that resolves to one (Debian's /etc/hosts maps a host's own name to 127.0.1.1). Throws
-// std::runtime_error if there is no route to `host`.
+// Returns the address from which the kernel would send to `host`. Sends nothing to it. Returns a loopback address if
+// `host` is a name of this host that resolves to one (Debian's /etc/hosts maps a host's own name to 127.0.1.1). Throws
+// std::runtime_error if `host` cannot be resolved or has no route.
 std::string address_towards(const std::string& host, int port);
 
 // Throws std::runtime_error if this process cannot reach itself at 127.0.0.1. Without this check, a store's client

@@ -24,9 +24,9 @@ class ProcessEffects {
 void catch_stop_signals();
 void release_stop_signals();
 
-// Installs a std::terminate() handler that first publishes the exception's text in all groups of this process
-// (Watchdog::publish_failure_of_process()), and then calls the previous handler. Without the handler, the other ranks
-// would not get the reason, because an uncaught exception ends the process without destructors.
+// Installs a std::terminate() handler that first publishes the exception's text in all groups of this process: an
+// uncaught exception ends the process without destructors (Watchdog::publish_failure_of_process()). Then it calls the
+// previous handler. If that is libstdc++'s default handler, it prints one line and calls std::abort() instead.
 void tell_when_terminated();
 // Restores the previous handler, unless the program has set another handler, which may call ours.
 void stop_telling_when_terminated();

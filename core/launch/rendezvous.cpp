@@ -172,7 +172,7 @@ class Joining {
     }
   }
 
-  // Throws if the launching process has reported, by tell_of_end(), that a rank ended without joining.
+  // Throws if the launching process has reported, by tell_of_end(), that a rank ended before all had joined.
   void require_all_live(const StorePtr& store) const {
     if (environment_.agent_serves_store && store->check({kEnded}))
       fail("rank ", store->get_to_str(kEnded), " has ended before all had come");

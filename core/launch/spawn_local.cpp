@@ -47,7 +47,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// The time from SIGTERM to SIGKILL after the failure of a rank.
+// The longest time from SIGTERM to SIGKILL after the failure of a rank.
 constexpr std::chrono::milliseconds kGraceAfterFailure{5000};
 constexpr std::chrono::seconds kOwnStore{10};  // timeout for calls of the store, which is in this process
 constexpr int kPollIntervalMs = 100;
