@@ -31,7 +31,7 @@ namespace tessera::internal {
 // Live and idle blocks together take at most 9/8 of the peak of live bytes. Before a new block is mapped, the blocks
 // that have been idle longest are unmapped, and one of them is resized to become the new block (mremap). If the
 // processes of a control group need more than half of its memory limit, idle blocks are marked MADV_FREE. Then the
-// system can take their pages instead of killing the process. A thread checks the need while blocks are idle, because
+// system can take their pages instead of killing the process. A thread checks the need at intervals, because
 // memory other than tensors may grow too. Thread-safe. docs/launch.md has measurements.
 class MemoryCache {
  public:
@@ -46,8 +46,8 @@ class MemoryCache {
   MemoryCache(const MemoryCache&) = delete;
   MemoryCache& operator=(const MemoryCache&) = delete;
 
-  // Allocates at least `bytes` uninitialised bytes, page-aligned. Returns null if the system is out of memory or there
-  // are kMostBlocks.
+  // Allocates at least `bytes` uninitialised bytes, page-aligned. Returns null if the system is out of memory or
+  // kMostBlocks blocks are live.
   void* take(size_t bytes);
   // Frees a block. Returns false if `block` is not a block of this cache.
   bool give(void* block);

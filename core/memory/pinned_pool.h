@@ -14,7 +14,7 @@ struct PinnedPoolOptions {
   // Whether memory is page-locked, so that copies overlap with computation. Ignored on a CPU, which uses ordinary
   // memory.
   bool pin = true;
-  // Limit of the bytes that the pool owns, in use or idle. 0 means no limit.
+  // Limit of the bytes that the pool owns, in use or idle. 0 means no limit. Must not be negative.
   int64_t limit_bytes = 0;
 };
 
