@@ -10,7 +10,7 @@
 
 namespace tessera::internal {
 
-// Callers pass the timeout of `ask` plus this grace as `patience`, so that `ask` throws its own error first.
+// If `ask` has a timeout, callers pass it plus this grace as `patience`, so that `ask` throws its own error first.
 inline constexpr std::chrono::milliseconds kAnswerGrace{5000};
 
 // Calls `ask` on a new thread. Returns the result of `ask` or throws its exception. If `patience` ends first, detaches

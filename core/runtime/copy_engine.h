@@ -90,8 +90,8 @@ class [[nodiscard]] Copy : public OperationHandle<CopyOperation> {
 // accelerator, a thread for each direction copies by memcpy. Copies of one direction complete in the order of the
 // calls.
 //
-// A handle may be dropped at any time. An accelerator's current stream is then ordered after the copy, and the engine
-// keeps the host memory until the copy is complete. wait_for_host_memory() must precede writes to that memory.
+// A handle may be dropped at any time. On a CPU, this blocks. On an accelerator, it orders the current stream after the
+// copy, and the engine keeps the host memory until the copy completes: writes to it need wait_for_host_memory() first.
 //
 // Must be used by one thread at a time. The destructor waits for copies in flight.
 class CopyEngine {
