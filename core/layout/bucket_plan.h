@@ -13,7 +13,7 @@ struct BucketItem {
   int64_t numel = 0;
   at::ScalarType dtype = at::kFloat;
   int64_t key = 0;           // parameters share a bucket only if keys (for example owners) and dtypes are equal
-  bool may_be_alone = true;  // false: always goes to a shared bucket, regardless of the parameter's size
+  bool may_be_alone = true;  // false: `alone_bytes` does not apply to this parameter
 };
 
 struct BucketLimits {

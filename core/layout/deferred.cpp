@@ -37,7 +37,7 @@ class Tape {
     at::ScalarType dtype;  // view_as_real() and view(dtype) change it
     bool is_conjugated, is_negated;
   };
-  // A view among a call's arguments: the one with index `argument`, or the tensor `number` in it if it is a list.
+  // A view among a call's arguments: tensor `number` of the argument with index `argument`, which may be a list.
   struct Argument {
     size_t argument, number;
     View view;
@@ -124,8 +124,8 @@ void take_views(Tape& tape, Tape::Call& call) {
   }
 }
 
-// Replaces ordinary tensors by meta tensors of the same shape, because operators cannot mix the two kinds. Keeps index
-// tensors, which may be ordinary: the shape of a masked result depends on the mask's values.
+// Replaces ordinary tensors by meta tensors of the same shape, because operators cannot mix the two kinds. Keeps
+// scalars, which operators do accept, and index tensors: a masked result's shape depends on the mask's values.
 void substitute_meta(torch::jit::Stack& stack, size_t count) {
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     if (stack[i].isOptionalTensorList()) continue;
@@ -191,7 +191,7 @@ TORCH_LIBRARY_IMPL(_, TESSERA_DEFERRED_KEY, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&record>());
 }
 
-// Locked while a replayed operator without a generator argument runs. The default generator then has the tape's state.
+// Locked while a random operator without a generator argument is replayed. The default generator has the tape's state.
 std::mutex default_generator_mutex;
 
 // Runs the calls of a tape.

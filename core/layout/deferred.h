@@ -38,7 +38,7 @@ at::Tensor deferred_from(const std::vector<int64_t>& sizes, const std::vector<in
 // Returns the reader of a tensor from deferred_from(); null for other tensors.
 const ReadElements* reader_of(const at::Tensor& tensor);
 
-// Returns the device of a tensor's values: for a tensor of deferred_from(), its `device`; for a recorded one, the CPU.
+// Returns the `device` of a tensor of deferred_from(), the CPU for a recorded one, and tensor.device() for others.
 at::Device device_of_values(const at::Tensor& tensor);
 
 // Computes the values of deferred tensors by replaying the recorded calls. Each batch lists tensors that are needed

@@ -14,7 +14,7 @@
 namespace tessera::internal {
 namespace {
 
-// Returns whether result shapes are independent of values. Composite operators other than where() may read values.
+// Whether results are new tensors whose shapes need no values. Composite operators other than where() may read values.
 bool shapes_need_no_values(const c10::OperatorHandle& op) {
   if (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output)) return false;
   if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && op.schema().name() != "aten::where")

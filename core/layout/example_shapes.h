@@ -5,8 +5,8 @@
 namespace tessera::internal {
 
 // Calls an operator with arguments on the meta device. If libtorch has no meta kernel, runs the operator on CPU tensors
-// of zeros and ones, and converts the results to meta tensors. Keeps the default generator's state. If result shapes
-// depend on values, throws std::logic_error that names the operator.
+// of zeros and ones, and converts the results to meta tensors. Keeps the default generator's state. Throws
+// std::logic_error, naming the operator, if it has no meta kernel and its result shapes may depend on values.
 void call_for_shapes(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 
 }  // namespace tessera::internal

@@ -15,7 +15,7 @@ namespace tessera::internal {
 // the range of fp32 count as infinite.
 //
 // The encoded bytes are one fp32 scale for each block, then the int8 codes. The address of `bytes` must be a multiple
-// of 4. CPUs encode on intra-operator threads, other devices by torch operators. Both compute the same bits.
+// of 4. CPUs encode on intra-operator threads, other devices by torch operators, whose scales may differ in a last bit.
 class Int8Blocks final : public WireCodec {
  public:
   static constexpr int64_t kWireBlockNumel = 256;  // the scales add 1.6 % to the bytes

@@ -11,7 +11,7 @@
 
 namespace tessera::internal {
 
-// A shard's 16-bit copy, which ranks send instead of the shard. Stale if `writes` is not the shard's Page::writes().
+// A copy of a host shard in the dtype of use, for the device. Stale if `writes` is not the shard's Page::writes().
 struct LowPrecisionCopy {
   at::Tensor values;  // [numel of the shard]
   uint32_t writes = 0;
@@ -37,7 +37,7 @@ void mark_as_shard(const at::Tensor& tensor, std::string label, std::vector<int6
 bool is_shard(const at::Tensor& tensor);
 // Returns the label of a shard. The tensor must be a shard.
 const std::string& shard_label(const at::Tensor& tensor);
-// Returns the shard's 16-bit copy; null if the tensor has none.
+// Returns the `low_precision` of mark_as_shard(); null if the tensor has none.
 const LowPrecisionPart* low_precision_copy_of(const at::Tensor& tensor);
 
 }  // namespace tessera::internal

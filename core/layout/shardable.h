@@ -14,10 +14,10 @@ namespace tessera::internal {
 
 // Checks the parameters of a wrapper. `who` is the wrapper's name, for errors.
 //
-// Throws std::invalid_argument, naming parameter and rank, if a parameter is not a leaf, not dense, not on the
-// communicator's device, sharded by a wrapper, expanded but trained (several elements share memory), or shares memory
-// with a different parameter tensor. A tensor may have several names, which stay tied. Deferred parameters pass if
-// `may_be_deferred`.
+// Throws std::invalid_argument, naming parameter and rank, if a parameter is undefined, made in InferenceMode, not a
+// leaf, not strided, not on the communicator's device, or sharded by a wrapper. Also throws if one shares memory with a
+// different parameter tensor, or is trained but expanded (several elements share memory). A tensor may have several
+// names, which stay tied. Deferred parameters pass if `may_be_deferred`; otherwise throws.
 void require_shardable(const std::vector<PlannedParameter>& parameters, const Communicator& comm,
                        const std::string& who, bool may_be_deferred = false);
 
