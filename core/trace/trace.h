@@ -22,14 +22,14 @@ namespace tessera::internal {
 // The kind of work that a rank does during a span. The trace file stores the kind as the category ("cat") of an event.
 enum class SpanKind {
   kCompute,    // operators of a unit (FSDP), or of a forward or backward pass (other wrappers)
-  kGather,     // an all-gather, broadcast or scatter, from its start until its results are available
-  kReduce,     // a reduce-scatter, all-reduce or reduce, from its start until its results are available
+  kGather,     // an all-gather, broadcast, scatter or all-to-all, from its start until its wait() returns
+  kReduce,     // a reduce-scatter, all-reduce or reduce, from its start until its wait() returns
   kWait,       // the rank's thread blocks in Pending::wait()
   kOptimizer,  // an optimizer's step
 };
 
 // A timeline of this process's ranks for Perfetto or chrome://tracing, enabled by TESSERA_TRACE=file. Spans are
-// appended to the file every second and at the end of the process, so a killed process loses the spans of at most one
+// appended to the file every second and at the end of the process. A killed process loses the spans of at most one
 // second. Several processes, such as the ranks of one host, and consecutive runs may append to one file. trace_file.h
 // describes the format; docs/benchmarks.md describes the use of a trace. Times are measured on the host: with device
 // streams, a span covers the time when the host enqueues the work. Thread-safe.
@@ -68,7 +68,7 @@ class Trace {
   void add(SpanKind kind, std::string_view name, const char* operation, Clock::time_point begin, Clock::time_point end);
 
   // Appends to the file all spans that were added since the last call. On failure, throws std::runtime_error, and keeps
-  // up to a million spans for the next call.
+  // the spans for the next call. If a million spans wait, add() drops further spans.
   void write();
 
  private:
