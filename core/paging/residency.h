@@ -66,8 +66,8 @@ class Page {
   // Sets the mode of the page's last use. On a device, the mode holds only for operators on the current stream.
   void set_current(GradMode mode);
 
-  // Makes operators on views of this page convert arguments of dtype `from` to the views' dtype, and convert results
-  // back. Used for units in full precision, in a model with mixed precision.
+  // Makes operators on views of this page convert arguments of dtype `from` to the views' dtype, and results back. Not
+  // for operators that write, or return views. Used for units in full precision, in a model with mixed precision.
   void convert_activations(at::ScalarType from) { state_->activations = from; }
 
   // Attaches memory permanently, also for views that outlive the page. From then on, only writes call the pager.
@@ -152,10 +152,10 @@ class RecomputesLater : public ThreadCondition<RecomputesLater> {};
 //   kNotRecording  not recorded, outside backward: an evaluation, whose values may differ from those of forward
 Page::GradMode current_grad_mode();
 
-// Throws std::runtime_error if another library has registered a fallback for Tessera's dispatch key.
+// Throws std::runtime_error if operators do not reach Tessera's fallback. Also makes torch::save() refuse empty pages.
 void require_residency();
 
-// Whether a tensor is a view of a page.
+// Whether a tensor has the dispatch key of views of pages. Also true for stand_in_view().
 bool is_paged(const at::Tensor& tensor);
 // Must be called before a write by pointer. Calls Pager::before_write() if the tensor's page reports writes.
 void before_write(const at::Tensor& tensor);

@@ -1,5 +1,5 @@
-// The parts of paging that do not run for each operator: lists of special operators, a probe of the dispatch key, and a
-// check that refuses to pickle empty views.
+// The parts of paging beside the fallback itself: lists of special operators, a probe of the dispatch key, and a check
+// that refuses to pickle empty views.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/neg.h>
