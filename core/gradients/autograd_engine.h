@@ -8,7 +8,7 @@ namespace tessera::internal {
 bool inside_backward();
 
 // Queues `callback` for the end of the backward pass that this thread is running. Must be called in a backward pass. If
-// the pass fails, the callback is destroyed without being called, before backward() throws.
+// the pass fails, destroys the callback before backward() throws (later on a device with another library's engine).
 void at_end_of_backward(std::function<void()> callback);
 
 }  // namespace tessera::internal

@@ -43,11 +43,11 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   // While a returned scope exists, passes do not reduce. Opening or closing one in a backward throws std::logic_error.
   ScopeExit no_sync();
   bool reduces() const { return no_sync_scopes_ == 0; }
-  // Sets the number by which sums of gradients over ranks are divided, from the next pass on.
+  // Sets the number by which sums of gradients over ranks are divided. Must be called between passes.
   virtual void set_divisor(double divisor) = 0;
   virtual std::optional<double> divisor() const = 0;  // empty: the number of ranks
-  // Prepares passes that will be recorded for replays (CapturedStep). Must be called just before the recording, on the
-  // recording stream. Throws std::invalid_argument, naming the option, if an option makes the host take part in a pass.
+  // Prepares passes that will be recorded for replays (CapturedStep). Must be called just before the recording, on its
+  // stream. Throws std::invalid_argument for an option that needs the host in a pass, std::logic_error in a backward.
   virtual void prepare_capture() = 0;
   // Must be called before each replay. Abandons a failed pass, and applies the user's changes of parameters as a
   // forward does. Throws the errors of prepare_capture(), and std::logic_error for changes that a forward would refuse.

@@ -41,7 +41,7 @@ class Binding {
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
 
   // A callback that receives each gradient on the engine's thread, before autograd accumulates the gradient. Returns
-  // the tensor that autograd must accumulate instead, or an undefined tensor if autograd must accumulate nothing.
+  // the tensor that autograd must accumulate instead; undefined: none. set_take() must be called before hook().
   using Take = std::function<at::Tensor(size_t parameter, const at::Tensor& gradient)>;
   void set_take(Take take) { take_ = std::move(take); }
 

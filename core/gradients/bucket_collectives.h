@@ -21,7 +21,7 @@ struct ReducerOptions {
   bool check_finite = false;
   bool backend_all_reduce = false;  // see DdpOptions::backend_all_reduce
   bool is_static = false;           // all passes use the same parameters, so ranks compare only the first pass
-  size_t in_flight = 2;             // limit of reductions in flight: one is sent while the next bucket fills
+  size_t in_flight = 2;             // limit of reductions in flight in each stage of ReductionQueue
   size_t max_lazy_in_flight = 2;    // limit of lazy reductions in flight, which progress only in wait()
   // A gradient of at least this many bytes may be reduced directly from autograd's memory. For a smaller gradient, a
   // copy into the bucket costs less than a separate message.

@@ -24,7 +24,7 @@ enum class GradState {
 
 // A placeholder in a tensor's .grad, for a gradient that is elsewhere or that a step must not use.
 //
-// A placeholder has the shape, dtype and device of a gradient, but no data. Any operator on a placeholder, except
+// A placeholder has the shape, dtype and device of a gradient, but no data. Any operator that uses the data, except
 // zero_(), throws std::logic_error with the reason. zero_grad() either resets `.grad` or calls zero_(). Both notify the
 // owner at once; a reset destroys the last reference to the placeholder. So an optimizer's step throws before
 // zero_grad(), and works as with ordinary tensors after zero_grad().
@@ -34,7 +34,7 @@ class GradPlaceholder : public Pager, public std::enable_shared_from_this<GradPl
  public:
   struct Events {
     std::function<std::string(size_t index)> reason;  // returns the text of the error
-    std::function<void(size_t index)> cleared;        // .grad was reset; must not throw
+    std::function<void(size_t index)> cleared;        // .grad was reset or replaced; must not throw
     std::function<void(size_t index)> zeroed;         // .grad.zero_() was called
   };
   explicit GradPlaceholder(Events events) : events_(std::move(events)) {}

@@ -29,7 +29,7 @@ class GradientBuffer {
     at::Tensor leaf;
     ParameterGeometry geometry;  // sizes and strides of the leaf's gradient
     int64_t offset = 0;          // offset of the gradient in the buffer, in elements
-    // The label for as_part_of_gradient() if other ranks hold the rest of the gradient; otherwise "".
+    // The label for as_part_of_gradient() if other ranks hold other parts of the model's gradients; otherwise "".
     std::string part_label = {};
   };
   // A function that allocates a tensor [numel].
@@ -95,7 +95,7 @@ struct GradientBucket {
   int owner = 0;                             // the rank that owns the bucket, if it is cut by owner
   at::ScalarType dtype = at::kFloat;         // dtype in which this rank accumulates gradients
   std::optional<at::ScalarType> wire_dtype;  // dtype in which floating-point gradients are sent; empty: `dtype`
-  WireFormat wire = WireFormat::kDtype;      // ignored for buckets that are cut whole
+  WireFormat wire = WireFormat::kDtype;      // ignored for buckets that are cut whole, and for one rank
   GradientBuffer* result = nullptr;          // turns this rank's part into `.grad`; null if this rank receives no part
   bool is_offloaded = false;                 // the result is copied to the host: see ReducerOptions::to_host
 

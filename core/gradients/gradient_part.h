@@ -6,7 +6,7 @@
 
 namespace tessera::internal {
 
-// Returns a view of `gradient` for the `.grad` of a leaf that is one rank's part of a parameter. On such a view,
+// Returns a view of `gradient` for a `.grad` on a rank that has only a part of the model's gradients. On such a view,
 // torch::nn::utils::clip_grad_norm_ would compute the norm of this rank's part only, and each rank would scale its part
 // differently. So after an operator computed a norm of the view, scaling the view in place by a scalar tensor throws
 // std::logic_error with `label` ("parameter 'fc.weight' on rank 1"). Other operators behave as on `gradient`.

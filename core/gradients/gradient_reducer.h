@@ -45,7 +45,7 @@ class GradientCollector {
   // Places a gradient of any layout. `is_recomputed` must be true if the reduction of the parameter's bucket has begun,
   // for example because backward recomputes a part of the model.
   void place(size_t parameter, const at::Tensor& gradient, bool is_recomputed);
-  // Must be called when a parameter's gradient was placed or is absent. A bucket is full when all members have arrived.
+  // Must be called when a parameter's gradient was placed or is absent. After all trained members, the bucket is full.
   void note_arrival(size_t parameter);
 
   // Removes and returns the content of a bucket, with zeros for absent gradients.
@@ -142,7 +142,7 @@ class ReductionQueue {
   void reduce(size_t bucket, BucketContent content);
   // Blocks until every reduction is accepted or waits for accept_waiting().
   void drain();
-  // Blocks until no reduction is in flight. Drops all results.
+  // Blocks until no reduction is in flight. Drops all results, also those that are being copied to the host.
   void discard();
 
   bool has_waiting() const { return !stages_[kWaiting].empty(); }
@@ -198,8 +198,8 @@ class GradientReducer {
   void set_divisor(std::optional<double> divisor) { queue_.set_divisor(divisor); }
   const std::optional<double>& divisor() const { return queue_.divisor(); }
 
-  // Begins a pass that reduces the buckets in `order` first, then others as their gradients arrive. Skips buckets
-  // without trained parameters, unless `frozen_too`: must be true if any rank may call add_kept() for such a bucket.
+  // Begins a pass. Reduces the buckets in `order`, then those that keep sums, then others as gradients arrive. Skips
+  // buckets in `order` without trained members, unless `frozen_too`: must be true if any rank may add_kept() to one.
   void begin(const std::vector<size_t>& order, bool frozen_too = false);
   // Adds a parameter's gradient, of any layout; undefined means no gradient. Returns whether its bucket is full now.
   bool add(size_t parameter, const at::Tensor& gradient);
@@ -207,7 +207,7 @@ class GradientReducer {
   // that does not reduce. The caller should first free memory that buckets may reuse.
   void start_full_ones();
   // Adds a parameter's sum of earlier passes. The reducer may keep a reference to `sum`. Must be called after begin().
-  // add() must still be called for the parameter in this pass.
+  // Does not count as an arrival: the bucket still waits for add() or the end of the pass.
   void add_kept(size_t parameter, const at::Tensor& sum) { place(parameter, sum); }
   // Ends the pass, and adds each result to `.grad`. Collective. Throws CommError; std::invalid_argument on all ranks if
   // their reductions differ; and the errors of BackwardConsistencyCheck and require_finite().
@@ -222,7 +222,7 @@ class GradientReducer {
   void forget(size_t parameter) { collector_.forget(parameter); }
   // Returns the parameters in the order in which their gradients arrived in the last pass.
   const std::vector<size_t>& arrivals() const { return collector_.arrivals(); }
-  // Whether any rank had a gradient of the parameter in the last pass that reduced.
+  // Whether any rank (see BackwardConsistencyCheck::exchange()) had the parameter's gradient in the last reducing pass.
   bool was_used(size_t parameter) const { return used_[parameter]; }
 
   // Sets the callback for final gradients; see GradientSource. Must not be called during a pass.
