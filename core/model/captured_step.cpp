@@ -237,7 +237,7 @@ at::Tensor CapturedStep::State::run_eagerly(const std::vector<at::Tensor>& given
   return result;
 }
 
-// Captures the step. A failure aborts the group: other ranks would wait for the recorded collectives, which never run.
+// Captures the step. A failed recording aborts the group: other ranks would wait for collectives that never run.
 void CapturedStep::State::capture() {
   wrapper.backward_pass().prepare_capture();
   for (at::Tensor& input : recorded.inputs) input = at::empty_like(input);

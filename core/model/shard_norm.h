@@ -20,10 +20,10 @@ void require_finite_norm(double norm, int rank);
 // be empty. Each element must be on exactly one rank. If `scaled` is given, scales its tensors instead of `shards`. If
 // the norm is NaN, all elements become NaN.
 //
-// Collective: an all-reduce of one number. The host blocks for the result if error_if_nonfinite is set, or when the
-// returned norm is read. Throws the errors of require_clip_arguments(). Throws std::runtime_error, before scaling, if
-// error_if_nonfinite is set and the norm is not finite. On the host, the norm of a large shard is computed in rows of
-// `row_numel` elements, on all intra-operator threads.
+// Collective: an all-reduce of one number. On a device, the host blocks only if error_if_nonfinite is set or a tensor
+// is in host memory, or when the returned norm is read. Throws the errors of require_clip_arguments(). Throws
+// std::runtime_error, before scaling, if error_if_nonfinite is set and the norm is not finite. On the host, the norm of
+// a large shard is computed in rows of `row_numel` elements, on all intra-operator threads.
 GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
                              bool error_if_nonfinite, Communicator& comm,
                              const std::vector<at::Tensor>* scaled = nullptr, int64_t row_numel = int64_t{1} << 16);
