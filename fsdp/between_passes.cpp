@@ -52,7 +52,7 @@ void BetweenPasses::pass_begins(bool is_observed) {
       parameter.trained = trains;
       has_changed = true;
     }
-    // If a rank has no elements of a parameter, its `.grad` may differ. That throws on a device, so do not log it.
+    // A rank without elements of a parameter may keep another `.grad`. On a device, a logged difference would throw.
     if (comm.device().is_cpu() || parameter.ranks.numel() == comm.size())
       model_.log().add_kept(parameter.shard.grad().defined(), parameter.shard.numel() == 0);
   }

@@ -49,7 +49,7 @@ class PrefetchOrder {
     }
   }
 
-  // Predicts the next `count` different units, nearest first. Returns none if the last use was unexpected.
+  // Predicts up to `count` different units to be used next, nearest first. Returns none if the last use was unexpected.
   std::vector<int> upcoming(int count) const {
     std::vector<int> units;
     if (!on_path_ || current_.empty()) return units;

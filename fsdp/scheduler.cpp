@@ -256,7 +256,7 @@ void UnshardedUnits::set_current(std::vector<Unit*> units, Page::GradMode mode) 
   for (Unit* unit : current_) unit->set_current(mode);
 }
 
-// Called at the next use() or at the end of the pass, so the span includes waits for other units' gradients.
+// Called at the next use(), forward or end of a backward, so the span includes waits for other units' gradients.
 void UnshardedUnits::end_compute_span() {
   computing_.end(SpanKind::kCompute, inside_backward() ? "backward" : "forward");
 }

@@ -34,7 +34,7 @@ class UnshardedUnits {
   void use(const std::vector<Unit*>& needed, Page::GradMode mode, bool backward);
   void reshard(Unit& unit);
   void reshard_all();
-  // Must follow a backward. The next use() outside backward begins a forward. `accumulates`: no step precedes it.
+  // Must follow a backward. The next use() outside backward begins a forward. `accumulates`: no step runs before then.
   void post_backward(bool accumulates);
 
   // Ends the trace span for the computation of the last use()'s units.
@@ -54,7 +54,7 @@ class UnshardedUnits {
   ShardedModel& model_;
   PrefetchOrder forward_order_;
   PrefetchOrder backward_order_;
-  bool forward_is_new_ = true;  // true: no unit was used since the last backward
+  bool forward_is_new_ = true;  // true: the next use() outside backward begins a forward
   bool accumulates_ = false;    // whether the next forward continues an accumulation, with unchanged shards
   std::vector<Unit*> recent_;   // used units that are still unsharded, the most recent last
   std::vector<Unit*> current_;  // the units of the last use()
@@ -87,7 +87,7 @@ class Scheduler : public Pager, public BackwardPass {
   void refuse_use(std::string reason);  // an empty reason permits use again
   void summon(const SummonOptions& options);
   void dismiss(bool writeback);
-  // Must be called before a save. Copies changed values of the module's parameters into the shards. Not collective.
+  // Before a save: Unit::write_back() of summoned units, reattach() of others. A no-op in a backward. Not collective.
   void show_in_shards();
   // Returns the shards. Outside backward, first applies the user's changes of parameters and of requires_grad.
   const std::vector<NamedShard>& named_shards();

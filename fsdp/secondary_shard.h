@@ -38,7 +38,7 @@ class SecondaryShard {
   State state() const { return state_; }
   Communicator* comm() const { return group_.comm; }
 
-  // Makes the next reshard call cut(). A no-op without a group, or if the state is not kNone.
+  // Makes the next reshard call cut(), unless the unit is stale. A no-op without a group, or if the state is not kNone.
   void keep();
   // Copies this rank's part of `full`, the unsharded flat parameters, into new memory. A no-op unless kWanted.
   void cut(const std::vector<at::Tensor>& full);

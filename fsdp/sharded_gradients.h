@@ -41,7 +41,7 @@ class ShardedGradients {
   // unit's parameters, so that autograd refuses the backward of older graphs. Must be called even with autograd off,
   // because a custom autograd function computes with autograd off, and saves its arguments afterwards.
   void show_version(const Unit& unit);
-  // Records that the unit is used while autograd records, in forward or in a recomputed part of forward.
+  // Records that forward uses the unit in a part that autograd records, or that backward will recompute.
   void expect(const Unit& unit) { progress_.expect(static_cast<size_t>(unit.index())); }
   // Must be called outside backward. Restores lost hooks, and copies changes of requires_grad between shard and
   // parameter. Throws std::logic_error for a hook on a shard, because autograd would never call the hook. Also throws
@@ -82,7 +82,7 @@ class ShardedGradients {
   void place_in_shard(size_t parameter, GradState state);
   std::string reason(size_t parameter) const;  // the error text of the shard's placeholder
   void follow_freezing(size_t parameter);
-  // forget() drops the sums of earlier passes. clear() also resets the shard's `.grad`. zero() sets `.grad` to zeros.
+  // forget() drops the sums of earlier passes. clear() also resets the shard's `.grad`. zero() zeros a defined `.grad`.
   void forget(size_t parameter);
   void clear(size_t parameter);
   void zero(size_t parameter);

@@ -83,7 +83,7 @@ class Unit {
   bool can_unshard_ahead() const;
   // Must be called after unshard(). Blocks until operators on the current stream may use the parameters.
   void wait_for_unshard();
-  // Completes an all-gather or copy in flight, then frees the unsharded parameters. A no-op if summoned.
+  // Completes an all-gather or copy in flight, then frees unsharded parameters. Frees nothing if summoned or kWhole.
   void reshard();
   SecondaryShard& secondary() { return secondary_; }
 
@@ -158,8 +158,8 @@ class ShardedModel {
 
   using VisitState =
       std::function<void(const std::string& name, const std::vector<std::string>& aliases, const at::Tensor& tensor)>;
-  // Calls visit() for each full parameter in its own dtype, then for each buffer. Values of summoned units include the
-  // user's changes. Collective. Gathers at most one unit at a time.
+  // Calls visit() for each full parameter in its own dtype, then for each buffer (rank0_only: on rank 0 only). Values
+  // of summoned units include the user's changes. Collective. Gathers one flat parameter at a time.
   void visit_full_state(const VisitState& visit, const StateDictOptions& options);
 
   MemoryReport memory() const;  // excludes buckets of gradients
@@ -167,7 +167,7 @@ class ShardedModel {
   void describe(std::ostream& text) const;  // writes a line for each flat parameter
 
  private:
-  // Returns the options of each unit. Their `shard_memory` returns memory that is already allocated. Collective.
+  // Returns the options of each unit. With offload.params, their `shard_memory` is already allocated; collective then.
   std::vector<FlatParameterOptions> reserve_shards(const std::vector<PlannedUnit>& plan,
                                                    const FlatParameterOptions& common);
   void make_units(std::vector<PlannedUnit>& plan, Pager* pager);

@@ -6,13 +6,13 @@
 
 namespace tessera::internal {
 
-// Finds parameters whose data the user replaced since the last call (torch::load(), set_data()). For each, copies this
-// rank's part of the new values and makes the parameter a view of its page again, or throws std::logic_error with its
-// name: if shape or dtype differs (module.to()) or `may_change` is false. Also throws if a shard was replaced.
+// Finds parameters whose data the user replaced since the last call (torch::load(), set_data()). Copies this rank's
+// part of the new values (if summoned, all values), and makes the parameter a view of its page again. Throws
+// std::logic_error, naming it, for another shape or dtype, other parameters' data, a replaced shard or !may_change.
 void reattach(Unit& unit, bool may_change);
 
-// Must be called before `operation` writes to `view`, a view of a read-only page. Throws std::logic_error, naming the
-// parameter, unless the operation is set_(): set_() does not write to the page. `rank` is for errors.
+// Must be called before `operation` writes to `view`, a view of a read-only page. Throws std::logic_error, unless the
+// operation is set_() on a module's parameter: set_() does not write to the page. `rank` is for errors.
 void require_write(const Unit& unit, const Page& page, const at::Tensor& view, const std::string& operation,
                    const std::string& rank);
 

@@ -13,15 +13,15 @@ namespace tessera::internal {
 
 // Checks of a plan, before the module is sharded.
 
-// Throws std::invalid_argument on all ranks, with the first difference, if ranks differ in options, units, parameters
-// or buffers. Collective.
+// Throws std::invalid_argument on all ranks, with the first difference, if ranks differ in options, units, parameters,
+// buffers or gradients from before wrapping. Collective.
 void require_same_plan(const std::vector<PlannedUnit>& plan, const FsdpOptions& options,
                        const torch::nn::Module& module, Communicator& world);
 
 // Returns the bytes that this rank's device will need for shards, gradients and unsharded units.
 MemoryNeed memory_need(const std::vector<PlannedUnit>& plan, const FsdpOptions& options, const Mesh& mesh);
 
-// Warns on rank 0 about policies that select no module. The model would train, but this is probably a mistake.
+// If the module has submodules, warns on rank 0 about policies that select none: probably a mistake.
 void warn_of_idle_policies(const std::vector<PlannedUnit>& plan, const FsdpOptions& options,
                            const torch::nn::Module& module, const Communicator& world);
 
