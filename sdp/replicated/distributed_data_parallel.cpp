@@ -32,8 +32,8 @@ std::string describe(const DdpOptions& options) {
 }
 
 // On CPUs calls the same operators as torch::nn::utils::clip_grad_norm_, for bit-equal results. On a device launches a
-// few kernels for all gradients. Unlike libtorch's function, leaves the norm on the device, accepts gradients without
-// elements, and throws Tessera's error.
+// few kernels for all gradients. Unlike libtorch's function, leaves the norm on the device, and throws Tessera's error.
+// `gradients` must have at least one tensor, and no tensor without elements.
 GradNorm clip(const std::vector<at::Tensor>& gradients, double max_norm, double norm_type, bool error_if_nonfinite,
               int rank) {
   const bool is_largest = norm_type == std::numeric_limits<double>::infinity();

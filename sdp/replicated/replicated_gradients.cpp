@@ -59,7 +59,7 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
       states_(binding_.parameters().size()),
       comparison_(options.compare_replicas_every) {}
 
-// Afterwards the hooks do nothing: the module can be trained alone. A running backward whose reduction is due throws.
+// Afterwards parameters' hooks do nothing: the module can be trained alone. A backward whose reduction is due throws.
 ReplicatedGradients::~ReplicatedGradients() {
   const bool awaits_reduction =
       std::ranges::any_of(states_, [](const ParameterState& state) { return state.awaits_reduction; });

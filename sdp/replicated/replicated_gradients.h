@@ -39,8 +39,8 @@ struct ReplicatedOptions {
 // registration order. Later passes use the order in which gradients arrived on rank 0.
 class ReplicatedGradients : public BackwardPass {
  public:
-  // Returns the rank that owns a parameter. Called again when the parameter's requires_grad changes. May throw. If the
-  // function is empty, every rank receives all gradients.
+  // Returns the rank that owns a parameter. Called again when buckets are planned again, for example after a change
+  // of requires_grad. May throw. If the function is empty, every rank receives all gradients.
   using OwnerOf = std::function<int(const PlannedParameter&)>;
   static std::shared_ptr<ReplicatedGradients> make(std::shared_ptr<torch::nn::Module> module,
                                                    std::vector<PlannedParameter> parameters,
@@ -49,7 +49,7 @@ class ReplicatedGradients : public BackwardPass {
 
   ~ReplicatedGradients() override;
 
-  // Checks the module for changes. Throws std::logic_error, naming the parameter, for changes that prevent training.
+  // Throws, naming a parameter: std::logic_error if added or changed, std::runtime_error if unused or unlike rank 0's.
   void begin_forward();
   // `outputs`: the tensors in the result of forward.
   void end_forward(const std::vector<at::Tensor>& outputs);
@@ -60,7 +60,7 @@ class ReplicatedGradients : public BackwardPass {
   void prepare_capture() override;
   void prepare_replay() override;
 
-  // Throws std::logic_error, naming the parameter and the rank, if a gradient on this rank is not an average.
+  // Throws std::logic_error, naming parameter and rank, if a gradient is not an average; also in a running backward.
   void require_averages() const;
 
   // Throws std::logic_error, naming the parameter, if a parameter was registered after wrapping.
@@ -80,7 +80,7 @@ class ReplicatedGradients : public BackwardPass {
   struct ParameterState {
     bool trainable = false;
     bool used = false;              // whether any rank used the parameter in a backward since the last forward
-    bool awaits_reduction = false;  // whether a training forward used the parameter since the last reduction
+    bool awaits_reduction = false;  // whether it required a gradient in a training forward since the last reduction
     GradState grad = GradState::kOrdinary;
     bool has_average = false;  // for kAccumulating: whether the sum includes an average
   };
