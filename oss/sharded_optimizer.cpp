@@ -306,7 +306,7 @@ ScopeExit ShardedOptimizer::lend_state() {
   return ScopeExit([this] { state_.swap(local_->state()); });
 }
 
-// Adopts groups that the user added with the base class's add_param_group(), which is not virtual. Collective.
+// Adopts groups that the user added with the base class's add_param_group(), which is not virtual. Collective then.
 void ShardedOptimizer::take_added_groups() {
   int64_t place = 0;
   for (size_t group = 0; group < local_->param_groups().size(); ++group)
@@ -502,7 +502,7 @@ OptimizerStateDict ShardedOptimizer::local_state_dict() const {
   return dict;
 }
 
-// Sends the tensors one by one, owner by owner, so that a rank holds at most one received tensor at a time.
+// Sends the tensors one by one, owner by owner, so that a rank holds one received tensor beside those it keeps.
 void ShardedOptimizer::consolidate_state_dict(int rank) {
   if (rank < -1 || rank >= comm_->size())
     throw std::invalid_argument("consolidate_state_dict: rank " + std::to_string(rank) + ", expected -1 to " +
