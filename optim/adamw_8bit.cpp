@@ -109,7 +109,7 @@ void AdamW8bitOptions::check() const {
   require_option(min_8bit_numel() >= 0, kName, "min_8bit_numel", static_cast<double>(min_8bit_numel()), "0 or more");
 }
 
-// This rank's part of one parameter in a step. Block indices count from the start of the whole parameter.
+// This rank's part of one parameter in a step. Blocks divide the whole parameter. moments() counts from first_block().
 struct AdamW8bit::Work {
   const AdamW8bitOptions* options;
   AdamW8bitParamState* state;
@@ -125,7 +125,7 @@ struct AdamW8bit::Work {
   struct Moments {
     at::Tensor average, square;
     Range own;     // this rank's elements of these blocks, relative to held.begin
-    int64_t lead;  // number of elements of the first block that belong to another rank
+    int64_t lead;  // number of elements before `own` in the first block, which belong to other ranks
 
     at::Tensor part(const at::Tensor& blocks) const { return blocks.view({-1}).narrow(0, lead, own.numel()); }
     std::array<at::Tensor, 2> scales() const { return {average.abs().amax(1), square.amax(1)}; }

@@ -82,7 +82,7 @@ class DeviceNumbers {
 
  private:
   const at::Tensor values_;
-  std::vector<float> on_device_;  // values after the latest replay
+  std::vector<float> on_device_;  // values after the replay that follows the last write()
   const float increment_;
 };
 
@@ -96,7 +96,7 @@ class RecordedGroups {
 
   at::Tensor rate(size_t group) const { return rates_.number(group); }
 
-  // Returns a message that names the changed option, or "" if no option has changed. See RecordedStep.
+  // Returns a message if the number of groups or an option other than "lr" has changed; else "". See RecordedStep.
   std::string change() const {
     if (const size_t count = optimizer_.param_groups().size(); count != options_.size())
       return c10::str("the optimizer's groups have become ", count, " instead of ", options_.size());

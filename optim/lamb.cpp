@@ -34,7 +34,7 @@ void require_steppable(const at::Tensor& parameter) {
                                          parameter.scalar_type(), ", expected a floating-point type"));
 }
 
-// Returns exp_avg / (1 - beta1^t) / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) + weight_decay * parameter.
+// Updates the state (m, v, t). Returns m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * parameter.
 at::Tensor direction(torch::optim::Optimizer& optimizer, const at::Tensor& parameter, const AdamWOptions& options) {
   const at::Tensor& gradient = parameter.grad();
   auto& state =

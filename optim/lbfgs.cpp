@@ -316,7 +316,7 @@ struct Lbfgs::Run {
     auto state_of = [&](const at::Tensor& parameter) -> const LbfgsParamState& {
       return optimizer.state_of(parameter);
     };
-    // Parameters that were frozen until now have no state. Zeros replace their history.
+    // A parameter that was frozen in the last step() has no state, or an older one. Zeros replace its history.
     LbfgsParamState numbers;
     for (const at::Tensor& parameter : parameters)
       if (state_of(parameter).n_iter > numbers.n_iter) numbers = state_of(parameter);

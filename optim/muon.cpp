@@ -115,7 +115,7 @@ Muon::Matrix Muon::momentum_of(const at::Tensor& parameter, const MuonOptions& o
 // Note [One matrix for each rank at a time]. Each rank has a list of matrices, the most expensive first. In each round,
 // every rank orthogonalizes the next matrix of its list. One all-to-all sends the parts of each matrix to the matrix's
 // rank, and another all-to-all returns the results. Parts of later rounds are requested before the work of a round, and
-// all results are awaited at the end. So no round waits for the slowest rank.
+// all results are awaited at the end. So a rank can be up to kAhead rounds ahead of the slowest rank.
 class Muon::Rounds {
  public:
   Rounds(Communicator& comm, const ParameterParts& parts, std::vector<Matrix>& matrices)

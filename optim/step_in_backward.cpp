@@ -40,7 +40,7 @@ std::unique_ptr<PartialStep::RevocableSteps> speculation_of(PartialStep& optimiz
   return steps;
 }
 
-// Throws std::invalid_argument if the optimizer's class overrides step(), because StepInBackward would not call it.
+// Throws std::invalid_argument for a class derived from Tessera's optimizers, because its step() would not be called.
 void require_no_own_step(const PartialStep& optimizer) {
   const auto* whole = dynamic_cast<const torch::optim::Optimizer*>(&optimizer);
   if (whole != nullptr && may_have_own_step(*whole))

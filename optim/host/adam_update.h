@@ -15,7 +15,7 @@ namespace tessera::internal {
 // Code that the optimizers of the Adam family share. All select and check parameters, and create states, in the same
 // way. They differ in the placement of states, and in the code that applies the update.
 
-// The update of one parameter. All tensors except `rate` and `count` have the parameter's sizes and strides.
+// The update of one parameter. Defined tensors, except `rate` and `count`, have the parameter's sizes and strides.
 struct AdamUpdate {
   size_t group = 0;
   AdamRule rule;
@@ -41,9 +41,9 @@ std::vector<const c10::TensorImpl*> parameters_listed_twice(const torch::optim::
 // Calls take(update) for each parameter that has a gradient, in the order of the groups. If `chosen` is not null, skips
 // other parameters. Creates missing states, and increments step counts. Calls run() after the last update, and before
 // each update of a parameter that is listed twice, because a call of a fused operator may step a parameter only once.
-// If the optimizer lacks a parameter of `chosen`, throws std::invalid_argument and changes nothing. Also throws if a
-// parameter is not dense, is not of floating-point type, has a sparse gradient, or has a placement.problem(). The text
-// then names the shape.
+// Throws std::invalid_argument, with nothing changed, if the optimizer lacks a parameter of `chosen`, or a group has
+// another optimizer's options. Also throws it, naming the shape, for a parameter to be stepped that is not dense or of
+// floating-point type, or has a sparse gradient or a placement.problem().
 void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
                           const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take,
                           const std::function<void()>& run);

@@ -56,7 +56,7 @@ struct Before {
   bool has_state = false, has_maximum = false;
   bool is_stepped = false;  // whether the last step is neither kept nor rolled back yet
   bool is_copied = false;   // the tensors hold the previous values
-  // If set, `values` holds the old parameter, and the other tensors the new state, or after exchange() the old state.
+  // true: `values` holds the old parameter. The other tensors hold the new state, and after exchange() the old state.
   bool is_beside = false;
 
   void make_room(const AdamUpdate& update) {

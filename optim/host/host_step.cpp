@@ -18,7 +18,7 @@
 namespace tessera::internal {
 namespace {
 
-// Maximum number of gradients in flight to the host, and of parameters in flight to the device, during a step.
+// In step_one_by_one(): number of gradients in flight to the host, and of parameters in flight to the device.
 constexpr size_t kUnderWay = 2;
 
 // Returns the elements in memory order, or an undefined tensor if `tensor` is not dense.
@@ -27,7 +27,7 @@ at::Tensor flat(const at::Tensor& tensor) {
 }
 
 // Returns checksums of the values' bits: [kSums] kLong on the parameter's device. Sums the columns of [rows, kColumns]
-// values, then the remaining values. A sum changes if a value changes or moves to another column.
+// values, then the remaining values. A sum changes if a value changes or moves to another column; changes may cancel.
 constexpr int64_t kColumns = 61, kSums = kColumns + 1;
 at::Tensor value_sums(const at::Tensor& parameter) {
   at::Tensor values = flat(parameter);

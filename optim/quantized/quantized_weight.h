@@ -11,9 +11,9 @@
 
 namespace tessera::internal {
 
-// Stands in for a Linear's weight, and decodes the weight's values on use. An operator that uses handle() receives
-// values decoded for this call only. The backward of at::linear decodes again instead of using saved values. The
-// encoded bytes are a parameter of the module, so wrappers shard, gather and save them like other parameters.
+// Stands in for a Linear's weight. Decodes the weight's values for each operator that uses handle(). If an adapter is
+// not merged, operators other than at::linear throw std::logic_error. Backward of at::linear decodes the values again.
+// The encoded bytes are a parameter of the module, so wrappers shard, gather and save them like other parameters.
 class QuantizedWeight : public StandIn, public std::enable_shared_from_this<QuantizedWeight> {
  public:
   // Replaces the [rows, columns] parameter `name` of `owner` by its frozen encoded bytes. With kFull, only freezes it.

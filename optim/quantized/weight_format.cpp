@@ -76,7 +76,7 @@ struct Nf4Layout {
   }
 };
 
-// Returns the rows divided by their largest absolute values, [rows], which it stores in `scales`. Zero rows stay zero.
+// Divides each row by its largest absolute value, and writes these values to `scales`, [rows]. Zero rows stay zero.
 at::Tensor scaled_rows(const at::Tensor& rows, const at::Tensor& scales) {
   scales.copy_(rows.abs().amax(1));
   return rows / at::where(scales > 0, scales, 1.0).unsqueeze(1);

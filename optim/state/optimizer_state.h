@@ -17,8 +17,8 @@ using ParameterState = OptimizerStateDict::ParameterState;
 
 // The form of a state tensor, which its name determines. kElements: a value for each element, in the parameter's shape.
 // kBlocks (suffix "_scale"): 1-D, a value for each block of 256 elements in memory order. kRows, kColumns (suffixes
-// "_row", "_col"): 1-D, a value for each row or column of the last two dimensions. Every rank with a part of the
-// parameter holds the whole tensor of form kRows or kColumns.
+// "_row", "_col"): 1-D, a value for each row or column of the last two dimensions. A rank that steps the parameter
+// holds the whole tensor of form kRows or kColumns, even if the rank's shard is empty.
 enum class StateForm { kElements, kBlocks, kRows, kColumns };
 StateForm form_of_state(const std::string& name);
 inline constexpr int64_t kStateBlockNumel = 256;
@@ -26,7 +26,7 @@ inline constexpr int64_t kStateBlockNumel = 256;
 // Returns the dtype in which an optimizer of this kind keeps the averages of a parameter of `dtype`.
 at::ScalarType dtype_of_averages(const std::string& kind, at::ScalarType dtype);
 
-// Returns the shape of a state tensor for a parameter of `sizes`.
+// Returns the shape of a parameter's state tensor. kRows, kColumns: throws std::invalid_argument below 2 dimensions.
 std::vector<int64_t> state_sizes(const std::string& name, const std::vector<int64_t>& sizes);
 
 // Returns the part of the state tensor `name` for the shard `parameter`: for kElements, `parameter` itself; otherwise a
@@ -55,7 +55,7 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_state(const std::string&
 void complete_state(torch::optim::OptimizerParamState& state, const torch::optim::OptimizerOptions& options);
 
 OptionList read_options(const torch::optim::OptimizerOptions& options);
-// Returns an option's value with all digits; or, for `options`, all names and values: "Lion: lr=0.001 weight_decay=0".
+// Returns a value with all digits; or all options, as in "Lion: lr=0.001 ...", or only the name of an unknown class.
 std::string text_of(const OptimizerOption& option);
 std::string text_of(const torch::optim::OptimizerOptions& options);
 
