@@ -14,7 +14,7 @@ struct CalibrationOptions {
   int ranks = 2;       // number of concurrent ranks; should equal the ranks per machine of the planned training
   int threads = 1;     // number of intra-operator threads of each rank
   bool quick = false;  // measures fewer sizes, with fewer repetitions
-  // Called on rank 0's thread with the name of the next measurement. May be empty.
+  // Receives the name of the next measurement, on rank 0's thread or on that of calibrate()'s caller. May be null.
   std::function<void(const std::string& what)> progress;
 };
 
@@ -23,10 +23,10 @@ struct CalibrationOptions {
 //
 // Measures kernels in training steps of small decoders, and the cost of an operator outside its kernel
 // (calibrate_operators.h). For other operators, measures matrix products in fp32 and bfloat16, convolutions and
-// attention in fp32, and memory bandwidth. Measures collectives with and without shared memory, and the slowdown of
-// compute during an all-reduce. Does not measure links between hosts. With one thread per rank, uses means of processor
-// time, so that other programs, and ranks that share a core, do not change the results. With more threads, uses medians
-// of wall-clock time.
+// attention in fp32, and memory bandwidth. With 2 ranks or more, also measures collectives with and without shared
+// memory, and the slowdown of compute during an all-reduce. Does not measure links between hosts. With one thread per
+// rank, measures operators and shared memory in processor time, so that other programs, and ranks that share a core, do
+// not change these results. With more threads, measures them in wall-clock time.
 //
 // Throws std::invalid_argument for fewer than 1 rank or thread, and the errors of run_ranks(). Sets the process's
 // number of intra-operator threads, and installs the recorder's allocator. Must not be called in a dry run.

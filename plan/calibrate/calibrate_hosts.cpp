@@ -26,7 +26,7 @@ struct Exchanged {
   double sent_bytes;
 };
 
-constexpr int kCalls = 15, kQuickCalls = 5;  // timed calls; fewer may fit in one burst of a rate-limited link
+constexpr int kCalls = 15, kQuickCalls = 5;  // timed calls; fewer might all fit into a rate-limited link's burst
 
 // Returns the median wall-clock time of several calls, averaged over the ranks.
 double median_s(const RankTimer& timer, const std::function<void()>& call) {

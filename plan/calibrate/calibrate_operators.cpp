@@ -109,8 +109,8 @@ double mean_of_most(std::vector<double> seconds) {
   return sum / static_cast<double>(std::ssize(seconds) - 2 * dropped);
 }
 
-// Adds one sample for each kernel of a step: the mean of its processor times over all steps, or the median of its
-// wall-clock times. Returns the number of kernels and their total time. Skips step 1, whose kernels may differ.
+// Adds one sample for each kernel with FLOP or bytes: mean_of_most() of its processor times in all steps, or the median
+// of its wall-clock times. Returns the number and total time of all kernels. Skips step 1, whose kernels may differ.
 std::pair<double, double> add_kernels(const RunRecord& record, bool by_processor, Samples& samples,
                                       std::vector<double>& spreads) {
   std::vector<std::vector<const RecordedOperator*>> steps(kSteps + 1);

@@ -19,7 +19,7 @@ namespace tessera::internal {
 // (use split_by()). After abort(), every operation throws CommError with the reason of the abort.
 class CountingCommunicator : public Communicator {
  public:
-  // DryRunOptions describes `ranks_sharing_memory`. Throws std::invalid_argument if `rank` is not in [0, size).
+  // See DryRunOptions. Throws std::invalid_argument unless 0 <= rank < size and ranks_sharing_memory >= 0.
   static std::shared_ptr<CountingCommunicator> make(int rank, int size, int ranks_sharing_memory = 0);
 
   bool is_lazy(int64_t full_numel) const override;

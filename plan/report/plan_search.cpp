@@ -5,7 +5,7 @@
 namespace tessera::internal {
 namespace {
 
-// Returns the choices that differ from `choice` in one option. Resets options that depend on the changed option.
+// Returns choices that differ from `choice` in one option other than the stage. Resets options that depend on that one.
 std::vector<TrainingChoice> neighbours(const TrainingChoice& choice, const Machines& machines) {
   std::vector<TrainingChoice> all;
   const auto add = [&](auto change) {

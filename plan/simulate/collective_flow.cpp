@@ -9,7 +9,7 @@
 namespace tessera::internal {
 namespace {
 
-// Up to these sizes, gloo_communicator.cpp needs only one exchange for a collective. The second size is for 2 ranks.
+// Up to these sizes, an all-reduce or broadcast, or an all-reduce of 2 ranks, is one exchange in gloo_collectives.cpp.
 constexpr double kOneExchangeBytes = 1 << 16, kOneExchangeBytesOfTwo = 1 << 19;
 
 }  // namespace

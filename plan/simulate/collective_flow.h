@@ -7,7 +7,7 @@
 
 namespace tessera::internal {
 
-// The messages of a collective in core/comm/gloo/gloo_communicator.cpp. In an exchange, each rank may send a message to
+// The messages of a collective in core/comm/gloo/gloo_collectives.cpp. In an exchange, each rank may send a message to
 // each other rank. Used to predict times on CPUs.
 struct CollectiveFlow {
   int exchanges = 1;              // number of sequential exchanges (1 or 2), each of which ends with a wait
@@ -29,7 +29,7 @@ CollectiveFlow flow_of(const RecordedCollective& collective);
 // the result is the row or column that contains `rank`. Throws std::invalid_argument for other groups.
 std::vector<int> group_of(const RecordedCollective& collective, int rank);
 
-// The processor's work for a collective within a host: started operations, copied bytes and summed bytes. The numbers
+// The processor's work for a collective within a host: link latencies, copied bytes and summed bytes. The numbers
 // are means over the ranks.
 struct CollectiveWork {
   double operations = 0, copied_bytes = 0, summed_bytes = 0;

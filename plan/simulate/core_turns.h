@@ -41,7 +41,7 @@ class CoreTurns {
   struct Thread {
     State state = State::kAsleep;
     double left_s = 0;   // remaining seconds of the burst; valid if kReady
-    double taken_s = 0;  // total seconds on cores before the current turn
+    double taken_s = 0;  // seconds on cores before the current turn; raised after a sleep (see the class)
     double wakes_s = kNever;
     double got_core_s = 0, ends_s = 0, slice_ends_s = 0;  // valid if kRunning
   };
@@ -55,7 +55,7 @@ class CoreTurns {
   const std::function<void(size_t)> go_on_;
   double now_s_ = 0;
   std::vector<Thread> threads_;
-  Order ready_;          // ready threads, sorted by their total time on cores
+  Order ready_;          // ready threads, sorted by Thread::taken_s
   Order ends_, slices_;  // running threads, sorted by the ends of their bursts and of their slices
   Order sleepers_;       // sleeping threads with a wake-up time, sorted by this time
 };

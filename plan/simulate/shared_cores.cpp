@@ -22,7 +22,7 @@ namespace {
 
 constexpr double kNever = CoreTurns::kNever;
 constexpr int kMostRanks = 256;  // maximum number of simulated ranks
-// Maximum number of operators in all repeats. The step is repeated, because ranks drift apart during the first steps.
+// Target number of operators in all repeats. The step is repeated, because ranks drift apart during the first steps.
 constexpr size_t kMostOperators = 2'000'000;
 constexpr size_t kLeastRepeats = 2, kMostRepeats = 8;
 // Messages to other hosts are split into pieces, so that the link sends one piece while a core prepares the next.

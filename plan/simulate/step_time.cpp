@@ -105,7 +105,7 @@ class Simulation {
   const RunRecord& record_;
   const MachineSpeed& speed_;
   const int step_;
-  std::vector<double> ends_;  // end time of each collective, or 0 if it completed before the first step
+  std::vector<double> ends_;  // end time of each collective that has started; 0 for those of the constructor
   double now_ = 0;            // current time of the compute lane
   double began_ = 0;
   bool has_begun_ = false;
