@@ -25,8 +25,8 @@ struct ArchiveMember {
 using ReadBytes = std::function<void(void* to, int64_t bytes, int64_t position)>;
 
 // Returns the members of a zip or zip64 archive. Members must be uncompressed and unencrypted, as torch.save and
-// torch.export write them. They must have unique names, be inside the archive, and not overlap. If a member violates
-// these rules, throws ExportedError with a text that starts with `where`.
+// torch.export write them. They must have unique names, be inside the archive, and not overlap. For any other file,
+// throws ExportedError with a text that starts with `where`.
 std::map<std::string, ArchiveMember> read_zip(const ReadBytes& read, int64_t archive_bytes, const std::string& where);
 
 // An open archive file. Thread-safe. A read either completes or throws ExportedError that names the file. Does not map
@@ -38,8 +38,8 @@ class ArchiveFile {
 
   int64_t bytes() const { return file_.bytes(); }
   void read(void* to, int64_t bytes, int64_t position) const { file_.read(to, bytes, position); }
-  // Reads a whole member. If `is_checked` is set, verifies its CRC-32. If the member is damaged, throws ExportedError
-  // that names the file and the member.
+  // Reads a whole member. If `is_checked`, also verifies the CRC-32, if recorded. If the member is damaged, throws
+  // ExportedError that names the file and the member.
   void read_member(const ArchiveMember& member, const std::string& name, void* to, bool is_checked) const;
   // Verifies the CRC-32 of a whole member, unless an earlier call has. Throws ExportedError if the member is damaged.
   void check_member(const ArchiveMember& member, const std::string& name);
@@ -61,7 +61,7 @@ class Archive {
   bool has(const std::string& name) const { return members_.contains(name); }
   // Returns the member with this name, which omits the top folder. Throws ExportedError if there is no such member.
   const ArchiveMember& member(const std::string& name) const;
-  // Returns the bytes of a member. Throws ExportedError if the CRC-32 does not match.
+  // Returns the bytes of a member. Throws ExportedError if there is no such member, or if its CRC-32 does not match.
   std::string text(const std::string& name) const;
   // Returns the names of members with this prefix and suffix.
   std::vector<std::string> names(const std::string& prefix, const std::string& suffix) const;

@@ -32,7 +32,7 @@ struct ExportedTensor {
 };
 
 // Returns the tensors that an archive's configuration lists, by name. Throws ExportedError for a tensor that is
-// pickled, exceeds its storage, or is too large.
+// pickled, is not dense, exceeds its storage, or is too large.
 std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const ExportRecord& record,
                                                    const std::string& config, const std::string& folder);
 
@@ -67,7 +67,7 @@ class WeightFiles {
   WeightFiles(const std::filesystem::path& path, std::shared_ptr<std::atomic<int64_t>> bytes_read);
   ~WeightFiles();
 
-  // Returns a source for the first of `names` in the files, or nullopt. Throws if the sizes differ from the tensor's.
+  // Returns a source for the first of `names` in the files, or nullopt. Throws ExportedError if the sizes differ.
   std::optional<WeightSource> find(const std::vector<std::string>& names, const ExportedTensor& tensor);
   // Returns the names of the tensors in the files that no call of find() has requested.
   std::vector<std::string> unused() const;

@@ -20,7 +20,7 @@ constexpr int kNoSlot = -1;
 struct Execution {
   std::vector<at::Tensor> state;  // parameters, buffers and constants
   std::vector<uint8_t> training;  // one entry for each module that depends on the mode: 1 if in train(), else 0
-  at::Device device = at::kCPU;   // replaces every device in the archive
+  at::Device device = at::kCPU;   // replaces every device in the archive, except meta
 };
 
 // The values of one run of a graph.
@@ -29,7 +29,7 @@ struct Frame {
   const std::shared_ptr<const Execution>& execution;
 };
 
-// Returns a 0-d tensor that, like a Python number, has no effect on dtype promotion.
+// Returns a 0-d tensor that takes part in dtype promotion like a Python number.
 at::Tensor wrapped_number(const c10::IValue& number);
 
 // The source of an argument: a constant, the device, a slot, or a list.

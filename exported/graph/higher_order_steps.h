@@ -54,7 +54,7 @@ class LoopStep : public GraphStep {
 
 // Implements torch's map and scan. The operands are `carried` values, then `scanned` values, then constant values.
 // Runs the graph once for each slice of the scanned operands along their first dimension. The first results of a run
-// replace the carried operands of the next run. Stacks the other results of all runs.
+// replace the carried operands of the next run. Stacks the other results of all runs. Throws if there is no slice.
 class ScanStep : public GraphStep {
  public:
   ScanStep(Call call, size_t carried, size_t scanned)

@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::string_view kPrefix = "torch.ops.";
 
-// Returns whether to refuse the operator. from_file maps any file; the others do not check sizes, strides or indices.
+// Returns whether to refuse an ATen operator. from_file maps any file; most others do not check sizes or indices.
 bool is_refused(std::string_view name) {
   static constexpr std::string_view kNames[] = {"from_file",     "_print",      "_reshape_alias",
                                                 "_dimI",         "_dimV",       "_coalesced_",

@@ -9,9 +9,9 @@
 namespace tessera::internal {
 
 // Returns the operator for a node's target ("torch.ops.aten.linear.default"). Throws ExportedError if no loaded library
-// has the operator, or if its namespace is neither aten nor in `namespaces`. Also throws for operators that are unsafe
-// in an untrusted archive: they open files, or could read any memory because they do not check sizes, strides or
-// indices.
+// has the operator, or if its namespace is neither aten nor in `namespaces`. Also throws for ATen operators that are
+// unsafe in an untrusted archive. For example, they open files, or could read any memory because they do not check
+// sizes, strides or indices.
 c10::OperatorHandle find_operator(const std::string& target, const std::vector<std::string>& namespaces);
 
 // An operator argument whose value depends on Module::train() and eval(). The argument is either a training flag or

@@ -428,7 +428,7 @@ class ProgramBuilder {
     return values;
   }
 
-  // Returns the tensor with its values; undefined if it has none. If its strides leave holes, makes `tensor` row-major.
+  // Returns the tensor with its values; undefined if there are none. If strides leave holes, makes `tensor` row-major.
   at::Tensor tensor_with_values(ExportedTensor& tensor, const std::vector<size_t>& names, at::ScalarType dtype,
                                 Kind kind) {
     const OrdinaryScope ordinary;

@@ -27,10 +27,10 @@ class InputSignature {
   InputSignature(const nlohmann::json& program, const Structure::FieldNames& named_tuples,
                  const std::vector<std::string>& positional, bool may_leave_guards);
 
-  // Checks the inputs of a call, and returns the values of the graph's user inputs in order. Throws
-  // std::invalid_argument if an input is missing, duplicate, unknown, out of range or not on `device`. Also throws if
-  // an input's structure, kind, dtype, rank or size does not fit the export, or if a guard does not hold. An input that
-  // became a constant of the graph must have the same value as in the export.
+  // Checks a call's inputs, and returns the values of the graph's user inputs in order. Throws std::invalid_argument
+  // if an input is missing, duplicate, unknown, out of range or (unless 0-d) not on `device`. Also throws if an input's
+  // structure, kind, dtype, rank or size does not fit the export, or if a guard does not hold. An input that became a
+  // constant of the graph may be missing; if given, it must have the same value as in the export.
   std::vector<c10::IValue> bind(const ExportedInputs& inputs, at::Device device) const;
 
   // Returns a text that lists the inputs whose dtype differs from the export, to add to an operator's error: "input 'x'
@@ -39,9 +39,9 @@ class InputSignature {
 
   // Returns the names of forward's parameters, in order.
   std::vector<std::string> names() const;
-  // Returns named inputs with the sizes of the export: tensors of zeros, and integers. If not 0, `batch` replaces the
-  // first size of the first tensor, and `sequence` the second size of the first integer tensor. Dependent sizes change
-  // accordingly. Throws std::invalid_argument for unsupported sizes.
+  // Returns named inputs with the sizes of the export (the least sizes if unknown): tensors of zeros, and integers. If
+  // not 0, `batch` replaces the first size of the first tensor, and `sequence` the second size of the first integer
+  // tensor. Dependent sizes change accordingly. Throws std::invalid_argument for unsupported sizes.
   NamedInputs zeros(int64_t batch, int64_t sequence) const;
   // Returns a text with one line for each input ("input 'input_ids': Long [s0, s1]"), symbol range and guard.
   std::string describe() const;
