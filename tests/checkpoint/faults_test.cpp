@@ -535,6 +535,25 @@ TEST(CheckpointFaults, ARankThatFailsAndIsGoneIsNotWaitedFor) {
   EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(30));
 }
 
+// An older checkpoint would silently undo the steps of a newer Tessera.
+TEST(CheckpointFaults, ACheckpointOfANewerFormatIsNotPassedOver) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    for (const char* name : {"step-1", "step-2"}) save_checkpoint(folder / name, model);
+    if (comm->rank() == 0) {
+      const auto manifest = folder / "step-2" / kManifestName;
+      std::string text = read_text(manifest, 1 << 20);
+      const std::string version = "\"version\": 2";
+      ASSERT_NE(text.find(version), std::string::npos);
+      std::ofstream(manifest) << text.replace(text.find(version), version.size(), "\"version\": 3");
+    }
+    comm->barrier();
+    expect_contains(error_of<CheckpointMismatch>([&] { load_newest_checkpoint(folder.path(), {model}); }),
+                    "format version 3");
+  });
+}
+
 // A damaged manifest is reported, and an older checkpoint loads. Training then continues: a new save may take the name,
 // and keep_last removes the damaged one.
 TEST(CheckpointFaults, ADamagedManifestIsToldOfPassedOverAndReplaced) {

@@ -65,6 +65,17 @@ TEST(FullFile, HoldsTheModelHoweverManyRanksAndFiles) {
   }
 }
 
+TEST(FullFile, OptionsThatDifferAmongTheRanksAreRefused) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    save_full(folder / "m.safetensors", model);
+    expect_contains(error_of<std::invalid_argument>(
+                        [&] { load_full(folder / "m.safetensors", model, {.strict = comm->rank() == 0}); }),
+                    "strict");
+  });
+}
+
 TEST(FullFile, FilesAreAsLargeAsAskedAndNothingIsLeftOver) {
   const TemporaryFolder folder;
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {

@@ -177,7 +177,8 @@ TEST(TrainingState, AveragesAreSavedBesideTheModelUnderEveryWrapper) {
     }
     Ema slow(model, {.decay = 0.9});
     save_checkpoint(folder / "two", {model, ema, {"slow", slow}});
-    load_checkpoint(folder / "two", {model, ema, {"slow", slow}});
+    ModelShards& averages = slow;
+    load_checkpoint(folder / "two", {model, ema, {"slow", averages}});
     save_checkpoint(folder / "none", {model});
     expect_contains(error_of<CheckpointMismatch>([&] { load_checkpoint(folder / "none", {model, ema}); }),
                     "missing from the checkpoint: the state 'ema', beside.ema.weight");

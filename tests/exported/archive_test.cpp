@@ -226,6 +226,56 @@ TEST(Archive, GuardsThatCannotBeReadAreNamed) {
        {"", "1 +", "(1", "L['z'].size()[0] > 1", "L['x'].size()[2] > 1", "L['x'] > 1", "L['x'].dtype == 1", "f(1)",
         "1 if 2 else 3", "L['x", "L['x'].size()[-1] > 0", "min()", "L['flat_args'][2].size()[0] > 1"})
     expect_contains(with(guard), "'" + std::string(guard) + "', cannot be read");
+  for (const char* term : {" and True", " == 1", " + 1"}) {
+    std::string chain = "1";
+    for (int i = 0; i < 300000; ++i) chain += term;
+    expect_contains(with(chain.c_str()), "cannot be read");
+  }
+}
+
+json& arguments_of(Changed& archive, const std::string& operation) {
+  for (json& node : archive.nodes())
+    if (node["target"].get<std::string>().find(operation) != std::string::npos) return node["inputs"];
+  throw std::logic_error("no node " + operation);
+}
+
+TEST(Archive, MissingArgumentsOfARegionAreNamed) {
+  for (const size_t kept : {0, 1, 2, 3, 4}) {
+    Changed archive("control");
+    json& arguments = arguments_of(archive, "autocast");
+    arguments.erase(arguments.begin() + static_cast<std::ptrdiff_t>(kept), arguments.end());
+    expect_contains(archive.error(), "an argument is missing");
+  }
+}
+
+// A region of torch.autocast("cuda", enabled=False) does not change the precision of CPUs.
+TEST(Archive, ARegionOfAnotherDeviceTypeKeepsTheAutocastOfThisOne) {
+  Changed archive("control");
+  json& arguments = arguments_of(archive, "autocast");
+  arguments[0]["arg"]["as_string"] = "cuda";
+  arguments[2]["arg"]["as_bool"] = false;
+  archive.members[archive.folder + "models/model.json"] = archive.program.dump();
+  const TemporaryFolder temporary;
+  const auto changed = load_exported(temporary.write("changed.pt2", zip_of(archive.members)));
+  const auto bfloat16 = load("control");
+  const Expected expected("control");
+  const Autocast outer(at::kCPU, at::kBFloat16);
+  auto result_of = [&](ExportedModule& model) {
+    return model.forward(expected.at("input.x"), expected.at("input.counts").clone())[0].tensor();
+  };
+  EXPECT_TRUE(torch::equal(result_of(*changed), result_of(*bfloat16)));
+}
+
+TEST(Archive, ABatchSizeSetsTheSymbolOfADerivedSize) {
+  Changed archive("adapted");
+  const std::string symbol = "Symbol('s77', positive=True, integer=True)";
+  std::string text = archive.program.dump();
+  for (size_t at = 0; (at = text.find(symbol, at)) != std::string::npos; at += 100)
+    text.replace(at, symbol.size(), "Mul(Integer(2), " + symbol + ")");
+  archive.members[archive.folder + "models/model.json"] = text;
+  const TemporaryFolder temporary;
+  const auto model = load_exported(temporary.write("changed.pt2", zip_of(archive.members)));
+  EXPECT_EQ(model->example_inputs(8).inputs().at(0).second.tensor().size(0), 8);
 }
 
 // The size -s - (2^63 - 1) of a dimension has no solution in 64 bits for a size of 1.
@@ -276,7 +326,9 @@ TEST(Archive, TensorsStayInsideTheirStorage) {
 // Operators that open files, or that trust sizes and indices.
 TEST(Archive, DangerousOperatorsAreNotCalled) {
   for (const char* target : {"torch.ops.aten.from_file.default", "torch.ops.aten._reshape_alias.default",
-                             "torch.ops.aten._sparse_coo_tensor_unsafe.default"})
+                             "torch.ops.aten._sparse_coo_tensor_unsafe.default",
+                             "torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default",
+                             "torch.ops.aten.embedding_dense_backward.default"})
     expect_contains(error_of<ExportedError>([&] { find_operator(target, {}); }), "may not call");
   // No other operator of ATen takes a file name.
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {

@@ -258,6 +258,17 @@ TEST(Ddp, FindsUnusedParametersThroughATypeThatTheProgramTeaches) {
   });
 }
 
+TEST(Ddp, GoesOnAfterAnUnusedParameterWasNamedAndFrozen) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    const auto model = on_rank_device(TaughtNet());
+    DistributedDataParallel ddp(model, comm);
+    ddp(mlp_input(comm->rank()), true).chosen.sum().backward();
+    expect_contains(error_of<std::runtime_error>([&] { ddp(mlp_input(comm->rank()), true); }), "'right.weight'");
+    for (at::Tensor& parameter : model->right->parameters()) parameter.set_requires_grad(false);
+    for (int step = 0; step < 2; ++step) ddp(mlp_input(comm->rank()), true).chosen.sum().backward();
+  });
+}
+
 TEST(Ddp, TakesNoMemoryForBucketsBeforeTheFirstForwardAndRefusesWhatDiffers) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     PeakMemory memory;
