@@ -188,8 +188,8 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
 // process that a launcher, such as this function, has started: see launched().
 int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grace = std::chrono::seconds(30));
 
-// Returns whether a launcher's environment is set. If true, init() joins a group. Also returns true for an incomplete
-// or invalid environment, for which init() throws with the variable's name.
+// Returns whether a launcher's environment is set; false for one rank of mpirun or srun. If true, init() joins a group.
+// Also true for an incomplete or invalid environment, for which init() throws with the variable's name.
 bool launched();
 
 // Returns the signal that asks this program to stop: SIGINT, SIGTERM, or SIGUSR1 (Slurm's --signal), received by any
