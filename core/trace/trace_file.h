@@ -53,7 +53,7 @@ class TraceAppender {
   int64_t number_of(const std::string& run) const;
 
   // Appends lines, each of which must begin with a comma. The first line of a file must be a "tessera_trace" event. If
-  // the write fails, throws std::runtime_error, and tries to remove what it has written.
+  // the write fails, throws std::runtime_error, and tries to remove the incomplete lines.
   void append(std::string lines);
 
  private:
