@@ -132,6 +132,26 @@ TEST_P(Failures, AStepThatThrowsIsCaught) {
   });
 }
 
+// DistributedDataParallel names an unused layer in the next forward. The other wrappers and the one process go on.
+TEST_P(Failures, AnUnusedLayerIsNamedAndThenFrozen) {
+  play(GetParam(), {}, [](Trainer& run) {
+    auto& net = mlp_of(*run.model);
+    net.skip_fc2 = true;
+    for (int step = 0; step < 4; ++step) {
+      run.optimizer().zero_grad();
+      at::Tensor loss;
+      try {
+        loss = run.loss(step);
+      } catch (const std::runtime_error&) {
+        set_frozen(*net.fc2, true);
+        loss = run.loss(step);
+      }
+      loss.backward();
+      run.optimizer().step();
+    }
+  });
+}
+
 TEST_P(Failures, FailedThenZeroGradAndOn) {
   play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
