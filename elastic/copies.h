@@ -36,7 +36,6 @@ struct CopiedFile {
 // Files are sent between hosts in blocks of this size. The last block of a file may be shorter.
 inline constexpr int64_t kCopyBlockBytes = int64_t{1} << 20;
 int64_t block_count(int64_t bytes);
-// Returns the content of a block.
 std::string read_block(const CopiedFile& file, size_t index);
 
 // Names one rank's part of one committed step.

@@ -82,7 +82,7 @@ void require_equal_objects(Communicator& comm, const StateObjects& objects) {
   } catch (const std::invalid_argument& error) {
     try {
       comm.barrier("different objects of ElasticRun::restore()");
-    } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): another rank has left the barrier, and so the group
+    } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): another rank knows, and has left the group
     }
     throw CommonError(error.what());
   }

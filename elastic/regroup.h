@@ -79,7 +79,7 @@ struct RegroupOptions {
   std::chrono::milliseconds timeout{0};        // limit of the whole regroup
   int least_ranks = 1;
   int most_ranks = 0;  // 0: no limit
-  // Returns the processes that wait to join and hold no parts. Those that answer become members. If null, none joins.
+  // Returns waiting processes, which hold no parts. Those that answer join, up to most_ranks. If null, none joins.
   std::function<std::vector<Member>()> joiners = nullptr;
   // Returns the decision that a member has recorded to let a process in, or nullopt. If null, there are no records.
   std::function<std::optional<Decision>()> recorded = nullptr;

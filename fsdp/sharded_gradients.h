@@ -56,7 +56,7 @@ class ShardedGradients {
   bool add(size_t parameter, const at::Tensor& gradient);
   void finish();
   void end_without_reducing();
-  // Must be called after a failed backward. Marks the gradients of this backward as lost. Not collective.
+  // Must be called after a failed backward. All gradients are lost: a step throws until zero_grad(). Not collective.
   void fail();
   void abandon();
 

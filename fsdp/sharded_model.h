@@ -104,7 +104,8 @@ class Unit {
   void summon(Summon where, SummonedParameters::Changes changes);
   // Ends summon(); the unit must be summoned. If `writeback` is false, changes are lost.
   void dismiss(bool writeback);
-  // Copies changes into the shards. Throws if the unit was summoned with kLost and changed. Not collective.
+  // Copies this rank's part of the full parameters into the shards. The unit must be summoned. If it was summoned with
+  // kLost, copies nothing, and throws std::logic_error if a parameter was changed. Not collective.
   void write_back();
   // Returns all elements of a flat parameter in its own dtype, gathered unless the unit is summoned. Collective.
   at::Tensor full_values(const PagedFlatParameter& paged);

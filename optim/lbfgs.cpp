@@ -323,7 +323,7 @@ struct Lbfgs::Run {
     size_t count = numbers.steps.size();
     if (owners != nullptr) agree(numbers, count);
     if (numbers.n_iter == 0) return numbers;
-    auto vector = [&](auto field) {
+    auto vector = [&](auto field) {  // joins the parameters' values of a field
       return joined([&](const at::Tensor& parameter) {
         const LbfgsParamState& state = state_of(parameter);
         return state.n_iter == numbers.n_iter ? in_memory_order(laid_out_as(field(state), parameter.detach()))

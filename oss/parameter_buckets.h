@@ -16,8 +16,8 @@
 
 namespace tessera::internal {
 
-// Least size of parameters that a rank steps before it publishes them, if steps overlap with publishing. With fewer
-// bytes, the overhead of the optimizer's operator calls would be too large. Tests use a lower number.
+// If steps overlap with publishing, a rank steps parameters of at least this total size, and then publishes them. With
+// fewer bytes, the overhead of the optimizer's operator calls would be too large. Tests use a lower number.
 inline int64_t least_step_bytes = int64_t{8} << 20;
 // Factor for least_step_bytes on a device, where computation is faster than on a CPU but a call has no less overhead.
 inline constexpr int64_t kDeviceStepFactor = 32;

@@ -11,10 +11,9 @@
 
 namespace tessera::internal {
 
-// These functions turn a directory of files into a checkpoint in one atomic step (FORMAT.md, "How a checkpoint is
-// written"). Rank 0 calls them. They are not collective, and throw CheckpointError on failure.
+// In a group, only rank 0 must use this header. No function is collective. Throw CheckpointError on failure.
 
-// A checkpoint that is being written.
+// Turns a folder of files into a checkpoint in one atomic step (FORMAT.md, "How a checkpoint is written").
 class PartialCheckpoint {
  public:
   // Creates the folder for the ranks' files: beside a local target (with missing parents), or inside a remote target.

@@ -20,8 +20,8 @@ Pending backend_all_reduce(Communicator& comm, at::Tensor tensor, std::string_vi
 Pending reduce_scatter_pieces(Communicator& comm, at::Tensor shard, std::vector<at::Tensor> pieces,
                               ReduceOp op = ReduceOp::kSum, std::string_view what = {});
 
-// Whether the backend takes pieces. False for NCCL, which reduces one tensor at a time, and for a world of one, which
-// sends nothing. Over the program's process group, the transport then concatenates the pieces.
+// Returns whether the group accepts pieces that are not concatenated. False for NCCL, which reduces one tensor at a
+// time, and for a world of one. True on CPUs, also over a process group of the program.
 bool exchanges_pieces(const Communicator& comm);
 
 }  // namespace tessera::internal

@@ -11,7 +11,6 @@
 
 namespace tessera::internal {
 
-// The result of a rendezvous.
 struct Rendezvous {
   c10::intrusive_ptr<c10d::Store> store;  // shared by all ranks, and used by this group alone
   std::string address;                    // address at which the other ranks reach this rank

@@ -37,7 +37,7 @@ std::string name_of_rank() {
   try {
     const auto environment = read_launch_environment();
     if (environment.world_size > 1) return c10::str("rank ", environment.rank, " of ", environment.world_size, ": ");
-  } catch (const std::invalid_argument&) {  // NOLINT(bugprone-empty-catch): the printed error is this one
+  } catch (const std::invalid_argument&) {  // NOLINT(bugprone-empty-catch): init() reports an invalid environment
   }
   return "";
 }

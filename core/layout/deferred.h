@@ -41,10 +41,12 @@ const ReadElements* reader_of(const at::Tensor& tensor);
 // Returns the `device` of a tensor of deferred_from(), the CPU for a recorded one, and tensor.device() for others.
 at::Device device_of_values(const at::Tensor& tensor);
 
-// Computes the values of deferred tensors by replaying the recorded calls. Each batch lists tensors that are needed
-// together. Calls ready(index, values) once for each batch, as soon as its values are final. Values have the shapes and
-// strides of the given tensors, and the device of the recorded constructor call. Frees intermediate tensors after their
-// last use. A batch with only deferred_from() tensors is ready at the start. A second call computes the values again.
+// Computes the values of deferred tensors: replays the recorded calls, and reads the values of deferred_from() tensors.
+// Each batch lists tensors that are needed together. Calls ready(batch, values) once for each batch, as soon as its
+// values are final; first for batches with only deferred_from() tensors. Values have the shapes and strides of the
+// tensors, and the device of the recorded constructor call or of deferred_from(). Frees intermediate tensors after
+// their last use. A second call computes the values again. Throws std::invalid_argument for a tensor that is not
+// deferred.
 void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,
                      const std::function<void(size_t batch, const std::vector<at::Tensor>& values)>& ready);
 

@@ -25,8 +25,9 @@ struct Mesh {
   int copies() const { return replicas ? replicas->size() : 1; }
 };
 
-// Splits `world` into these groups. Collective, unless each count is 0 or the world size. Throws std::invalid_argument
-// if ranks_per_copy does not divide the world size, or ranks_per_secondary_copy does not divide the size of a copy.
+// Splits `world` into these groups. A count of 0 means one copy over all ranks, or no secondary copies. Collective,
+// unless each count is 0 or the world size. Throws std::invalid_argument if a count is negative, if ranks_per_copy does
+// not divide the world size, or if ranks_per_secondary_copy does not divide the size of a copy.
 Mesh make_mesh(std::shared_ptr<Communicator> world, int ranks_per_copy, int ranks_per_secondary_copy);
 
 }  // namespace tessera::internal

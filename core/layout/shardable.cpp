@@ -50,7 +50,6 @@ Extent extent_of(const at::Tensor& tensor, const PlannedParameter* parameter) {
           parameter};
 }
 
-// Returns whether a tensor has allocated memory.
 bool has_memory(const at::Tensor& tensor) {
   return tensor.defined() && !is_deferred(tensor) && tensor.has_storage() && tensor.numel() > 0;
 }

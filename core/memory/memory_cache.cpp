@@ -212,8 +212,8 @@ bool MemoryCache::unmap_freed(const Block& block) {
   return true;
 }
 
-// Decides, until the next check, whether blocks are marked MADV_FREE when they become idle. Returns needed_bytes().
-// Marking costs as much as writing a tenth of the block, or with small pages the whole block.
+// If over half of the memory limit is needed, marks idle blocks MADV_FREE, now and whenever a block becomes idle. Else
+// stops marking, which costs as much as writing a tenth of the block (with small pages, all). Returns needed_bytes().
 int64_t MemoryCache::look_at_limit() {
   const int64_t needed_bytes = pressure_.limit->needed_bytes();
   std::lock_guard lock(mutex_);

@@ -75,8 +75,8 @@ at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm
   return (norm_type == kInfinity ? all.max() : all.pow_(norm_type).sum()).view({1}).to(device);
 }
 
-// All-reduces local contributions. A NaN on any rank must make the result NaN, but NCCL's maximum ignores NaN. So the
-// maximum is of the doubles' bits as integers. abs() makes them non-negative, and the bits of NaN exceed infinity's.
+// Returns the norm over all ranks; may overwrite `contribution`. For the infinity norm, a NaN on any rank must make the
+// result NaN, but NCCL's maximum ignores NaN. So absolute values are compared by their bits: NaN's exceed infinity's.
 at::Tensor norm_over_ranks(const at::Tensor& contribution, double norm_type, Communicator& comm,
                            const std::string& what) {
   if (norm_type == kInfinity) {

@@ -81,7 +81,7 @@ TraceAppender::~TraceAppender() { ::close(descriptor_); }
 
 void TraceAppender::fail(const std::string& why) const { throw std::runtime_error("TESSERA_TRACE: " + why); }
 
-// Returns the end of the last complete line in the first `bytes` bytes of the file.
+// Returns the end of the last complete line in the first `bytes` bytes of the file; 0 if there is none.
 int64_t TraceAppender::end_of_lines(int64_t bytes) const {
   std::string block(size_t{1} << 12, '\0');
   while (bytes > 0) {

@@ -92,7 +92,7 @@ std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const
   return tensors;
 }
 
-// ---- the archive's own --------------------------------------------------------------------------
+// ---- weights in the archive ---------------------------------------------------------------------
 
 WeightSource read_from(const std::shared_ptr<ArchiveFile>& file, const ExportedTensor& tensor, bool is_checked,
                        std::shared_ptr<std::atomic<int64_t>> bytes_read) {

@@ -316,7 +316,7 @@ class ShapeCheck {
   std::vector<Derived> derived_;
 };
 
-// ---- one call -----------------------------------------------------------------------------------
+// ---- checks of one call -------------------------------------------------------------------------
 
 size_t InputSignature::parameter_named(const std::string& name) const {
   for (size_t i = 0; i < parameters_.size(); ++i)

@@ -11,7 +11,7 @@ struct AdamRule {
   bool is_decoupled = false;  // true (AdamW): decay scales the parameter; false (Adam): decay is added to the gradient
 };
 
-// Factors of one step, equal for all elements of a parameter. They are computed in double. Steps are counted from 1.
+// Factors of step t, equal for all elements of a parameter. Computed in double, and then rounded to fp32.
 struct AdamFactors {
   float beta1 = 0, one_minus_beta1 = 0;
   float beta2 = 0, one_minus_beta2 = 0;
@@ -21,7 +21,7 @@ struct AdamFactors {
   float decay = 0;  // AdamW: 1 - lr * weight_decay. Adam: weight_decay
   bool is_decoupled = true;
 };
-AdamFactors adam_factors(const AdamRule& rule, int64_t step);
+AdamFactors adam_factors(const AdamRule& rule, int64_t step);  // the first step is 1
 
 enum class LowPrecision : uint8_t { kNone, kBFloat16, kHalf };
 

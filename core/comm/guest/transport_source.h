@@ -19,7 +19,7 @@ struct PartOfGroup {
   uint64_t number = 0;
 
   int rank_of(int member) const { return members.empty() ? member : members[static_cast<size_t>(member)]; }
-  // Returns a hash of the tag and the part. A transport uses as many bits of the hash as its message numbers have.
+  // Returns a hash of the tag and the part. A transport reduces the hash to its own range of message numbers.
   uint64_t number_of(const MessageTag& tag) const {
     const uint64_t sum =
         Fingerprint().add(tag.sequence).add(tag.fingerprint).add(tag.step).add(tag.part).add(number).value();

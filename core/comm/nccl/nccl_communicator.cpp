@@ -106,7 +106,7 @@ class NcclCommunicator : public Communicator,
     if (options_.is_borrowed) return;
     try {
       group_->shutdown();
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the group has ended already
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): all operations have completed
     }
   }
 

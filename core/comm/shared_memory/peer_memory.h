@@ -109,8 +109,8 @@ class PeerMemory {
   bool is_alive(int peer) const;                                               // whether the peer's process is running
   std::chrono::microseconds poll_time() const;  // for the current number of this process's intra-operator threads
 
-  // Cancels all announcements that are not being copied, and ends the waits of peers for them. Afterwards no peer
-  // accesses this rank's memory, unless a peer has stopped during a copy. If a copy lasts over a second, returns false:
+  // Cancels all messages that are not being copied, and ends the peers' waits for them. Blocks for copies in flight, at
+  // most a second. Returns true if no peer will access this rank's memory. If a copy is still in flight, returns false:
   // announced tensors must then live as long as the process. Later calls only return the first result. Thread-safe.
   bool close() noexcept;
 

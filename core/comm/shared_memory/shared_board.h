@@ -136,7 +136,6 @@ class SharedBoard {
   };
 
  private:
-  // The first bytes of the memory.
   struct alignas(64) Header {
     int32_t ranks;
     alignas(64) std::atomic<uint32_t> rings;

@@ -11,8 +11,8 @@ namespace tessera {
 // A loop that only clips never blocks the host. A loop that logs the norm should read it only every few steps.
 class GradNorm {
  public:
-  GradNorm(double value) : value_(value) {}                             // NOLINT(google-explicit-constructor): a double
-  explicit GradNorm(at::Tensor tensor) : tensor_(std::move(tensor)) {}  // `tensor` has one element, on any device
+  GradNorm(double value) : value_(value) {}  // NOLINT(google-explicit-constructor): as the conversion to double
+  explicit GradNorm(at::Tensor tensor) : tensor_(std::move(tensor)) {}  // `tensor` must have one element; any device
 
   // Returns the tensor of the norm. Undefined if this object was made from a double, or has been converted to one.
   const at::Tensor& on_device() const { return tensor_; }

@@ -13,7 +13,7 @@
 
 namespace tessera {
 
-// The predicted memory and work of a choice on one rank: two steps of AdamW with clipping by norm.
+// Predicted memory, work and time of training with a choice on one rank, by AdamW with clipping by norm.
 struct PlannedTraining {
   TrainingChoice choice;
   std::string options;  // source text of the options: options_text()
