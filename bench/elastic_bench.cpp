@@ -2,8 +2,8 @@
 //
 //   elastic_bench --kills 5 [--ranks 3]    the time from a rank's death to the end of the survivors' next step: a model
 //                                          of 100 MB, FSDP and Adam. Kills another rank each time, also rank 0.
-//   elastic_bench --model gpt [--rounds 7] the cost of copies: the ratio of step times with a copy every 10 steps and
-//                                          without, in alternating blocks of 30 steps, on 2 ranks. Or --model recipe.
+//   elastic_bench --model gpt [--rounds 31] the cost of copies: the ratio of step times with a copy every 10 steps and
+//                                          without, in alternating blocks of 10 steps, on 2 ranks. Or --model recipe.
 //
 // bench/elastic_hosts.py measures the time after a death between network namespaces.
 #include <torch/torch.h>
@@ -42,7 +42,7 @@ double now() { return Seconds(std::chrono::steady_clock::now().time_since_epoch(
 constexpr int kCopyEvery = 10;
 
 struct Arguments {
-  int kills = 0, ranks = 0, rounds = 7, victim = -1, layers = 0;
+  int kills = 0, ranks = 0, rounds = 31, victim = -1, layers = 0;
   std::string model = "recipe", file;
 };
 
@@ -105,7 +105,7 @@ void wait_for_copy(const ElasticRun& run) {
 }
 
 void compare_costs(const Arguments& arguments, const train_step::Options& options) {
-  constexpr int kSteps = 3 * kCopyEvery;
+  constexpr int kSteps = kCopyEvery;  // with one copy
   Elastic elastic({.copy_every = kCopyEvery});
   elastic.run([&](ElasticRun& run) {
     Training training(options, run.comm());
