@@ -4,8 +4,8 @@
 # files from the cache.
 #
 # Shared between presets: `dev` and `release` share precompiled headers, but not objects, because `dev` compiles file by
-# file and `release` one file for each folder. `asan`, `tsan`, another libtorch (-DCMAKE_PREFIX_PATH=) and `cuda` have
-# other options or headers, and share nothing.
+# file and `release` one file for each folder. `cuda` and `release` share the libraries' objects but those of CUDA's own
+# files. `asan`, `tsan` and another libtorch (-DCMAKE_PREFIX_PATH=) have other options or headers, and share nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
