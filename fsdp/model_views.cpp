@@ -39,8 +39,6 @@ std::vector<ModelShards::HeldPart> ShardedModel::held_by(int rank) const {
   return held;
 }
 
-// ---- reports ------------------------------------------------------------------------------------
-
 MemoryReport ShardedModel::memory() const {
   MemoryReport report;
   for (const auto& unit : units_) {

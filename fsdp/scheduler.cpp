@@ -122,7 +122,11 @@ ScopeExit Scheduler::pre_forward() {
 }
 
 void Scheduler::post_forward() {
-  if (!c10::GradMode::is_enabled() && !inside_backward()) model_.mesh().world->throw_if_aborted("forward()");
+  if (inside_backward()) return;
+  if (!c10::GradMode::is_enabled()) return model_.mesh().world->throw_if_aborted("forward()");
+  std::lock_guard lock(mutex_);
+  NoGradNoInferenceGuard quiet;
+  if (!model_.mesh().world->device().is_cpu()) unsharded_.post_forward();
 }
 
 // ---- backward -----------------------------------------------------------------------------------
@@ -208,9 +212,16 @@ void UnshardedUnits::use(const std::vector<Unit*>& needed, Page::GradMode mode, 
 }
 
 // [Note: Evicting at the turn] At the turn from forward to backward, a rank holds the most memory. So it reshards
-// recent units whose all-gathers are lazy, because a second copy from peer memory is cheap. With few units, the extra
-// all-gathers cost too much. The rule depends only on values that are equal on all ranks.
+// recent units: on a device after forward, as FSDP2 does; on CPUs those whose all-gathers are lazy, because a second
+// copy from peer memory is cheap. With few units, the extra all-gathers cost too much. The rule depends only on values
+// that are equal on all ranks.
 constexpr size_t kLeastUnitsToEvictAtTheTurn = 8;
+
+void UnshardedUnits::post_forward() {
+  if (!model_.options().reshard_after_forward || model_.units().size() < kLeastUnitsToEvictAtTheTurn) return;
+  for (Unit* unit : std::vector<Unit*>(recent_))
+    if (std::ranges::find(current_, unit) == current_.end()) reshard(*unit);
+}
 
 void UnshardedUnits::evict_for(const std::vector<Unit*>& needed, bool is_first_of_backward) {
   std::erase_if(recent_, [&](Unit* unit) { return std::ranges::find(needed, unit) != needed.end(); });

@@ -29,6 +29,8 @@ class UnshardedUnits {
   // Begin a pass. pre_forward() also reshards units that an earlier pass prefetched but did not use.
   void pre_forward();
   void pre_backward();
+  // With eight or more units, reshards all but those of the last use().
+  void post_forward();
   // Must be called before an operator uses the units `needed`. Evicts other units, unshards `needed`, and prefetches
   // the units that followed them in the last pass. Collective.
   void use(const std::vector<Unit*>& needed, Page::GradMode mode, bool backward);

@@ -18,8 +18,6 @@ void ShardedGradients::begin_forward() {
   for (const auto& unit : model_.units()) show_version(*unit);
 }
 
-// ---- passes ---------------------------------------------------------------------------------------
-
 void ShardedGradients::begin() {
   for (const auto& unit : model_.units()) show_version(*unit);
   for (size_t i = 0; i < states_.size(); ++i) {

@@ -56,8 +56,6 @@ auto deferring_again(const torch::nn::Module& module) {
 
 }  // namespace
 
-// ---- construction -------------------------------------------------------------------------------
-
 ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options,
                            Pager* pager)
     : options_(checked(options)),

@@ -101,8 +101,6 @@ at::Tensor SummonedParameters::gather(const PagedFlatParameter& paged) {
   return full;
 }
 
-// ---- the methods of Unit ------------------------------------------------------------------------
-
 void Unit::summon(Summon where, SummonedParameters::Changes changes) {
   reshard();
   const bool is_whole = state_ == State::kWhole;

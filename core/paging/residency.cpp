@@ -85,8 +85,6 @@ void Page::set_current(GradMode mode) {
   state_->current.mode.store(mode, std::memory_order_relaxed);
 }
 
-// ---- queries about a tensor ---------------------------------------------------------------------
-
 bool is_paged(const at::Tensor& tensor) { return tensor.defined() && tensor.key_set().has(kPagedKey); }
 
 Page* page_of(const at::Tensor& tensor) {

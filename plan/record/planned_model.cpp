@@ -87,8 +87,6 @@ class PlannedDecoder : public PlannedModel {
   const DecoderOptions options_;
 };
 
-// ---- archives -----------------------------------------------------------------------------------
-
 bool is_position(const std::string& name) {
   return !name.empty() && std::ranges::all_of(name, [](unsigned char c) { return std::isdigit(c) != 0; });
 }

@@ -265,6 +265,24 @@ TEST(AcceleratorMemory, AHostThatRunsAheadTakesNoMoreMemory) {
   expect_no_findings();
 }
 
+// The loss and its gradient, which may be large, meet one unit.
+TEST(AcceleratorMemory, OneUnitIsUnshardedBetweenForwardAndBackward) {
+  const Simulation simulation;
+  accelerator::on_devices(2, [&](std::shared_ptr<Communicator> comm) {
+    auto net = chain(9, 16);
+    net->to(comm->device());
+    FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+    const at::Tensor x = torch::ones({4, 16}, comm->device());
+    for (int i = 0; i < 2; ++i) {
+      const at::Tensor loss = fsdp(x).square().sum();
+      EXPECT_EQ(fsdp.memory().gathered_bytes, fsdp.memory().largest_unit_bytes);
+      loss.backward();
+      EXPECT_EQ(fsdp.memory().gathered_bytes, 0);
+    }
+  });
+  expect_no_findings();
+}
+
 TEST(AcceleratorMemory, GathersGoToRegisteredMemoryIfAskedTo) {
   accelerator::needs_simulation("not every GPU has such memory, and nobody counts what uses it");
   InitOptions options;

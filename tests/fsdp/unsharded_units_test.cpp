@@ -61,6 +61,17 @@ TEST(UnshardedUnitsTest, KeepsTheMostRecentOnes) {
   });
 }
 
+TEST(UnshardedUnitsTest, OneOfManyIsLeftAfterForward) {
+  on_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    for (const int depth : {7, 8}) {
+      Chain chain(comm, {.keep_recent = 3}, depth);
+      chain.forward();
+      chain.units->post_forward();
+      EXPECT_EQ(chain.in(State::kUnsharded), depth == 7 ? (Indices{4, 5, 6}) : Indices{7});
+    }
+  });
+}
+
 TEST(UnshardedUnitsTest, KeepsAllWithoutReshardAfterForward) {
   on_ranks(1, [](std::shared_ptr<Communicator> comm) {
     Chain chain(comm, {.reshard_after_forward = false});

@@ -111,8 +111,8 @@ struct FsdpOptions {
   int prefetch = 1;
 
   // The number of most recently used units that stay unsharded; 1 or more. With 2, two units used in turn stay
-  // unsharded. If there are eight or more units, the start of backward reshards each unit that is never unsharded ahead
-  // (see `prefetch`), except backward's first unit.
+  // unsharded. If there are eight or more units, backward begins with one: on a device, the wrapper's forward()
+  // reshards all others; on CPUs, the start of backward reshards those that are never unsharded ahead (`prefetch`).
   int keep_recent = 2;
 
   // true: rank 0 sends its parameters and buffers. false: all ranks must already have equal parameters and buffers.
