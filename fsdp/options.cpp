@@ -2,7 +2,6 @@
 
 #include <c10/util/StringUtil.h>
 
-#include <sstream>
 #include <stdexcept>
 #include <string>
 
@@ -16,8 +15,7 @@ std::string name_of(std::optional<at::ScalarType> dtype) { return dtype ? c10::t
 
 void check_least(const char* field, int64_t value, int64_t least) {
   if (value < least)
-    throw std::invalid_argument(std::string("FsdpOptions::") + field + " is " + std::to_string(value) + ", expected " +
-                                std::to_string(least) + " or more");
+    throw std::invalid_argument(c10::str("FsdpOptions::", field, " is ", value, ", expected ", least, " or more"));
 }
 
 // Whether the module is a batch norm of any class: libtorch's, SyncBatchNorm, or an exported one. A batch norm needs
@@ -75,18 +73,16 @@ const SummonOptions& checked(const SummonOptions& options) {
 }
 
 std::string describe(const FsdpOptions& options) {
-  std::ostringstream text;
-  text << "reshard_after_forward=" << options.reshard_after_forward << " prefetch=" << options.prefetch
-       << " keep_recent=" << options.keep_recent << " sync_module_states=" << options.sync_module_states
-       << " param_dtype=" << name_of(options.mixed_precision.param_dtype)
-       << " reduce_dtype=" << name_of(options.mixed_precision.reduce_dtype)
-       << " buffer_dtype=" << name_of(options.mixed_precision.buffer_dtype)
-       << " wire=" << static_cast<int>(options.wire.parameters) << static_cast<int>(options.wire.gradients)
-       << " refuse_uneven_use=" << options.refuse_uneven_use << " check_finite=" << options.check_finite
-       << " zero_copy_bytes=" << options.zero_copy_bytes << " offload.params=" << options.offload.params
-       << " offload.grads=" << options.offload.grads << " offload.disk=" << !options.offload.directory.empty()
-       << " offload.device_fraction=" << options.offload.device_fraction;
-  return text.str();
+  return c10::str("reshard_after_forward=", options.reshard_after_forward, " prefetch=", options.prefetch,
+                  " keep_recent=", options.keep_recent, " sync_module_states=", options.sync_module_states,
+                  " param_dtype=", name_of(options.mixed_precision.param_dtype),
+                  " reduce_dtype=", name_of(options.mixed_precision.reduce_dtype),
+                  " buffer_dtype=", name_of(options.mixed_precision.buffer_dtype),
+                  " wire=", static_cast<int>(options.wire.parameters), static_cast<int>(options.wire.gradients),
+                  " refuse_uneven_use=", options.refuse_uneven_use, " check_finite=", options.check_finite,
+                  " zero_copy_bytes=", options.zero_copy_bytes, " offload.params=", options.offload.params,
+                  " offload.grads=", options.offload.grads, " offload.disk=", !options.offload.directory.empty(),
+                  " offload.device_fraction=", options.offload.device_fraction);
 }
 
 }  // namespace tessera

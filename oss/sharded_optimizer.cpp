@@ -128,22 +128,20 @@ ShardedOptimizer::~ShardedOptimizer() = default;
 
 void ShardedOptimizer::check_agreement(size_t first_group) const {
   std::vector<std::string> lines;
-  std::ostringstream options;
-  options << "options: " << c10::demangle(typeid(*defaults_).name())
-          << " broadcast_dtype=" << (options_.broadcast_dtype ? c10::toString(*options_.broadcast_dtype) : "none")
-          << " broadcast_bucket_bytes=" << options_.broadcast_bucket_bytes << " offload.params=" << (host_ != nullptr)
-          << " offload.grads=" << options_.offload.grads << " compare_replicas_every=" << comparison_->every();
-  lines.push_back(options.str());
+  lines.push_back(
+      c10::str("options: ", c10::demangle(typeid(*defaults_).name()),
+               " broadcast_dtype=", options_.broadcast_dtype ? c10::toString(*options_.broadcast_dtype) : "none",
+               " broadcast_bucket_bytes=", options_.broadcast_bucket_bytes, " offload.params=", host_ != nullptr,
+               " offload.grads=", options_.offload.grads, " compare_replicas_every=", comparison_->every()));
   for (size_t group = first_group; group < param_groups_.size(); ++group) {
     lines.push_back("options of group " + std::to_string(group) + ": " + text_of(param_groups_[group].options()));
     for (size_t i = 0; i < param_groups_[group].params().size(); ++i) {
       const at::Tensor& parameter = param_groups_[group].params()[i];
-      std::ostringstream line;
-      line << "parameter " << i << " of group " << group << ": " << parameter.scalar_type() << " " << parameter.sizes()
-           << (parameter.requires_grad() ? ""
-               : is_stepped(parameter)   ? " frozen, with a gradient"
-                                         : " frozen");
-      lines.push_back(line.str());
+      lines.push_back(c10::str("parameter ", i, " of group ", group, ": ", parameter.scalar_type(), " ",
+                               parameter.sizes(),
+                               parameter.requires_grad() ? ""
+                               : is_stepped(parameter)   ? " frozen, with a gradient"
+                                                         : " frozen"));
     }
   }
   require_agreement(*comm_, "the parameters of an optimizer", lines);

@@ -1,9 +1,9 @@
 #include <tessera/sdp.h>
 
 #include <c10/core/GradMode.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
-#include <sstream>
 #include <stdexcept>
 
 #include "core/model/shard_norm.h"
@@ -14,13 +14,12 @@ namespace tessera::internal {
 namespace {
 
 std::string describe(const SdpOptions& options) {
-  std::ostringstream text;
-  text << "reduce_bucket_bytes=" << options.reduce_bucket_bytes << " wire=" << static_cast<int>(options.wire)
-       << " reduce_dtype=" << (options.reduce_dtype ? c10::toString(*options.reduce_dtype) : "none")
-       << " broadcast_buffers=" << options.broadcast_buffers
-       << " sync_models_at_startup=" << options.sync_models_at_startup << " zero_copy_bytes=" << options.zero_copy_bytes
-       << " compare_replicas_every=" << ReplicaComparison(options.compare_replicas_every).every();
-  return text.str();
+  return c10::str("reduce_bucket_bytes=", options.reduce_bucket_bytes, " wire=", static_cast<int>(options.wire),
+                  " reduce_dtype=", options.reduce_dtype ? c10::toString(*options.reduce_dtype) : "none",
+                  " broadcast_buffers=", options.broadcast_buffers,
+                  " sync_models_at_startup=", options.sync_models_at_startup,
+                  " zero_copy_bytes=", options.zero_copy_bytes,
+                  " compare_replicas_every=", ReplicaComparison(options.compare_replicas_every).every());
 }
 
 const SdpOptions& checked(const SdpOptions& options) {

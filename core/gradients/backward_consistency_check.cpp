@@ -63,13 +63,12 @@ void BackwardConsistencyCheck::refuse_unused(const PassUse& own) const {
 // Called if fingerprints differ. Throws unless ranks differ only in failed forwards or empty gradients. Collective.
 void BackwardConsistencyCheck::require_same_work(ReducedReport& report) const {
   const CollectiveLog::Uncompared& own = log_.uncompared();
-  std::ostringstream text;
-  text << log_.certain() << ' ' << own.forwards << ' ' << own.failed_forwards << ' ' << own.kept;
+  const std::string text = c10::str(log_.certain(), ' ', own.forwards, ' ', own.failed_forwards, ' ', own.kept);
   bool is_alike = true;
   uint64_t first = 0;
   int64_t most = 0, least = std::numeric_limits<int64_t>::max();  // over ranks: most completed, fewest begun forwards
   std::vector<std::string> kept;
-  for (const std::string& of_rank : gather_texts(*mesh_.world, text.str(), kSubject)) {
+  for (const std::string& of_rank : gather_texts(*mesh_.world, text, kSubject)) {
     std::istringstream words(of_rank);
     uint64_t certain = 0;
     int64_t forwards = 0, failed = 0;

@@ -1,15 +1,15 @@
 #include "core/layout/mesh.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <stdexcept>
-#include <string>
 
 namespace tessera::internal {
 namespace {
 
 void require_divisor(const char* name, int value, const char* of, int whole) {
   if (value < 0 || (value > 0 && whole % value != 0))
-    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", expected a divisor of " + of +
-                                ", " + std::to_string(whole) + ", or 0");
+    throw std::invalid_argument(c10::str(name, " is ", value, ", expected a divisor of ", of, ", ", whole, ", or 0"));
 }
 
 }  // namespace

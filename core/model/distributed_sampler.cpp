@@ -1,4 +1,6 @@
 #include <tessera/distributed_sampler.h>
+
+#include <c10/util/StringUtil.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
@@ -18,17 +20,14 @@ int64_t draw(std::mt19937_64& random, int64_t bound) {
 }
 
 void require_at_least_one(int64_t value, const char* name) {
-  if (value < 1)
-    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", expected 1 or more");
+  if (value < 1) throw std::invalid_argument(c10::str(name, " is ", value, ", expected 1 or more"));
 }
 
 // Upper limits of the items in one step and of the items before an epoch, so that sums of positions do not overflow.
 constexpr int64_t kMostItems = int64_t{1} << 40, kMostTaken = int64_t{1} << 62;
 
 void require_at_most(int64_t value, int64_t most, const char* name) {
-  if (value > most)
-    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", expected at most " +
-                                std::to_string(most));
+  if (value > most) throw std::invalid_argument(c10::str(name, " is ", value, ", expected at most ", most));
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 #include <tessera/autocast.h>
 
 #include <ATen/autocast_mode.h>
+#include <c10/util/StringUtil.h>
 
-#include <sstream>
 #include <stdexcept>
 
 namespace tessera {
@@ -10,9 +10,7 @@ namespace {
 
 c10::ScalarType required(c10::ScalarType dtype) {
   if (dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat) return dtype;
-  std::ostringstream text;
-  text << "Autocast: dtype is " << dtype << ", expected BFloat16, Half or Float";
-  throw std::invalid_argument(text.str());
+  throw std::invalid_argument(c10::str("Autocast: dtype is ", dtype, ", expected BFloat16, Half or Float"));
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "core/runtime/copy_engine.h"
 
-#include <sstream>
+#include <c10/util/StringUtil.h>
+
 #include <stdexcept>
 #include <vector>
 
@@ -11,11 +12,10 @@ Copy CopyEngine::checked_start(CopyDirection direction, const at::Tensor& to, co
   const at::Tensor& on_host = direction == CopyDirection::kToDevice ? from : to;
   if (on_device.device() != device_ || !on_host.device().is_cpu() || to.scalar_type() != from.scalar_type() ||
       to.numel() != from.numel() || !to.is_contiguous() || !from.is_contiguous()) {
-    std::ostringstream text;
-    text << "a copy between host and device: to " << to.scalar_type() << " " << to.sizes() << " on " << to.device()
-         << " from " << from.scalar_type() << " " << from.sizes() << " on " << from.device()
-         << ", expected contiguous tensors of one dtype and numel, one in host memory and one on " << device_;
-    throw std::invalid_argument(text.str());
+    throw std::invalid_argument(
+        c10::str("a copy between host and device: to ", to.scalar_type(), " ", to.sizes(), " on ", to.device(),
+                 " from ", from.scalar_type(), " ", from.sizes(), " on ", from.device(),
+                 ", expected contiguous tensors of one dtype and numel, one in host memory and one on ", device_));
   }
   const auto bytes = static_cast<int64_t>(from.nbytes());
   (direction == CopyDirection::kToDevice ? counters_->to_device_bytes : counters_->to_host_bytes) += bytes;

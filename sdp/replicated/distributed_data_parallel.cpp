@@ -5,11 +5,11 @@
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/stack.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <limits>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 
 #include "core/comm/library_collectives.h"
@@ -21,14 +21,12 @@ namespace tessera::internal {
 namespace {
 
 std::string describe(const DdpOptions& options) {
-  std::ostringstream text;
-  text << "bucket_bytes=" << options.bucket_bytes << " first_bucket_bytes=" << options.first_bucket_bytes
-       << " find_unused_parameters=" << options.find_unused_parameters << " static_graph=" << options.static_graph
-       << " broadcast_buffers=" << options.broadcast_buffers << " sync_module_states=" << options.sync_module_states
-       << " compression=" << static_cast<int>(options.compression)
-       << " backend_all_reduce=" << options.backend_all_reduce << " zero_copy_bytes=" << options.zero_copy_bytes
-       << " compare_replicas_every=" << ReplicaComparison(options.compare_replicas_every).every();
-  return text.str();
+  return c10::str("bucket_bytes=", options.bucket_bytes, " first_bucket_bytes=", options.first_bucket_bytes,
+                  " find_unused_parameters=", options.find_unused_parameters, " static_graph=", options.static_graph,
+                  " broadcast_buffers=", options.broadcast_buffers, " sync_module_states=", options.sync_module_states,
+                  " compression=", static_cast<int>(options.compression),
+                  " backend_all_reduce=", options.backend_all_reduce, " zero_copy_bytes=", options.zero_copy_bytes,
+                  " compare_replicas_every=", ReplicaComparison(options.compare_replicas_every).every());
 }
 
 // On CPUs calls the same operators as torch::nn::utils::clip_grad_norm_, for bit-equal results. On a device launches a

@@ -41,11 +41,10 @@ std::vector<int> ranks_not_stalled(c10d::Store& store, const std::vector<int>& r
 }
 
 std::string published_text(int rank, const std::deque<StartedOperation>& operations) {
-  std::ostringstream text;
-  text << rank << '\n';
+  std::string text = c10::str(rank, '\n');
   for (const StartedOperation& operation : operations)
-    text << operation.sequence << ' ' << operation.description << '\n';
-  return text.str();
+    text += c10::str(operation.sequence, ' ', operation.description, '\n');
+  return text;
 }
 
 std::string divergence_text(int rank, const std::deque<StartedOperation>& own, const std::string& published) {
