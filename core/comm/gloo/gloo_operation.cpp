@@ -1,7 +1,6 @@
 #include "core/comm/gloo/gloo_operation.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/util/StringUtil.h>
 
 #include <chrono>
 #include <utility>
