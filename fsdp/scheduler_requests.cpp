@@ -112,20 +112,13 @@ std::optional<double> Scheduler::divisor() const {
 }
 
 void Scheduler::require_capturable() const {
-  require_outside_backward("CapturedStep");
   const FsdpOptions& options = model_.options();
-  const auto refuse = [&](bool is_set, const char* what) {
-    if (is_set)
-      throw std::invalid_argument("CapturedStep on rank " + model_.rank_text() +
-                                  ": the host takes part in a pass with " + what +
-                                  ", which no graph can contain: leave it off");
-  };
-  refuse(options.offload.params || options.offload.grads, "FsdpOptions::offload");
-  refuse(options.check_finite, "FsdpOptions::check_finite");
-  refuse(options.refuse_uneven_use, "the option refuse_uneven_use");
-  refuse(observer_ != nullptr, "an optimizer that steps in backward (on_gradients)");
-  refuse(summon_ != Summon::kNone, "summon_full_params");
-  refuse(!reduces(), "no_sync");
+  BackwardPass::require_capturable({{options.offload.params || options.offload.grads, "FsdpOptions::offload"},
+                                    {options.check_finite, "FsdpOptions::check_finite"},
+                                    {options.refuse_uneven_use, "the option refuse_uneven_use"},
+                                    {!!observer_, "an optimizer that steps in backward (on_gradients)"},
+                                    {summon_ != Summon::kNone, "summon_full_params"},
+                                    {!reduces(), "no_sync"}});
 }
 
 void Scheduler::prepare_capture() {

@@ -106,6 +106,14 @@ void BackwardPass::recover() {
   if (std::exchange(failed_, false)) abandon();
 }
 
+void BackwardPass::require_capturable(std::initializer_list<std::pair<bool, const char*>> options) const {
+  if (inside_backward()) throw std::logic_error("CapturedStep inside a backward pass");
+  for (const auto& [is_set, what] : options)
+    if (is_set)
+      throw std::invalid_argument("CapturedStep of " + name() + ": the host takes part in a pass with " + what +
+                                  ", which no graph can contain: leave it off");
+}
+
 ScopeExit BackwardPass::no_sync() {
   count_no_sync_scope(1);
   return ScopeExit([self = shared_from_this()] { self->count_no_sync_scope(-1); });

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include <tessera/scope_exit.h>
 #include "core/comm/single_thread_checker.h"
@@ -79,6 +80,8 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   void enter();
   bool is_running() const { return !token_.expired(); }
   void recover();  // abandons the last pass if it failed; else a no-op
+  // Throws the errors of prepare_capture(). `options`: for each option that needs the host, whether it is set.
+  void require_capturable(std::initializer_list<std::pair<bool, const char*>> options) const;
   // Whether the last failed pass would have reduced gradients, so that other ranks may have waited for this rank.
   bool failed_reducing() const { return failed_reducing_; }
 

@@ -390,14 +390,8 @@ std::optional<double> ReplicatedGradients::divisor() const {
 }
 
 void ReplicatedGradients::require_capturable() const {
-  if (inside_backward()) throw std::logic_error("CapturedStep inside a backward pass");
-  const auto refuse = [&](bool is_set, const char* what) {
-    if (is_set)
-      throw std::invalid_argument("CapturedStep of " + name() + ": the host takes part in a pass with " + what +
-                                  ", which no graph can contain: leave it off");
-  };
-  refuse(comparison_.every() > 0, "compare_replicas_every, or TESSERA_DEBUG=replicas");
-  refuse(!reduces(), "no_sync");
+  BackwardPass::require_capturable(
+      {{comparison_.every() > 0, "compare_replicas_every, or TESSERA_DEBUG=replicas"}, {!reduces(), "no_sync"}});
 }
 
 void ReplicatedGradients::prepare_capture() {
