@@ -231,9 +231,8 @@ void ShardedOptimizer::assign_owners(size_t first_group) {
 
 OptimizerParamGroup ShardedOptimizer::owned_part(const OptimizerParamGroup& group) const {
   std::vector<at::Tensor> owned;
-  std::unordered_set<const c10::TensorImpl*> seen;
-  for (const at::Tensor& parameter : group.params())
-    if (seen.insert(parameter.unsafeGetTensorImpl()).second && owns(parameter)) owned.push_back(parameter);
+  for (const PlannedParameter& parameter : parameters_of(std::span(&group, 1)))
+    if (owns(parameter.tensor)) owned.push_back(parameter.tensor);
   return {std::move(owned), group.options().clone()};
 }
 

@@ -43,10 +43,6 @@ RecordableGroup& recordable(const DataParallel& wrapper, int rank) {
   return *group;
 }
 
-bool is_alike(const at::Tensor& a, const at::Tensor& b) {
-  return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && a.strides() == b.strides();
-}
-
 std::string layout_text(const at::Tensor& tensor) {
   return c10::str(tensor.scalar_type(), " of shape ", tensor.sizes(), " with strides ", tensor.strides());
 }
@@ -158,7 +154,8 @@ void CapturedStep::State::check(const std::vector<at::Tensor>& given) const {
     throw std::invalid_argument(
         c10::str(where(), "got ", given.size(), " inputs, expected ", inputs.size(), " as in the first call"));
   for (size_t i = 0; i < given.size(); ++i)
-    if (!is_alike(given[i], inputs[i]))
+    if (given[i].scalar_type() != inputs[i].scalar_type() || given[i].sizes() != inputs[i].sizes() ||
+        given[i].strides() != inputs[i].strides())
       throw std::invalid_argument(c10::str(where(), "input ", i, " is ", layout_text(given[i]), ", expected ",
                                            layout_text(inputs[i]),
                                            " as in the first call: pad it, or make another CapturedStep"));

@@ -25,10 +25,6 @@ namespace {
 constexpr double kNormMargin = 1e-6;  // added to the norm, as in torch
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-bool has_rows(const at::Tensor& shard, int64_t row_numel) {
-  return shard.is_cpu() && shard.layout() == at::kStrided && shard.is_contiguous() && shard.numel() >= 2 * row_numel;
-}
-
 // Returns a CPU tensor's norm. Combines norms of rows, because libtorch computes a single norm on only one thread.
 at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type, int64_t row_numel) {
   const at::Tensor flat = shard.view({-1});
@@ -60,7 +56,7 @@ at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm
                               int64_t row_numel) {
   std::vector<at::Tensor> others, norms, stacks;
   for (const at::Tensor& shard : shards) {
-    if (has_rows(shard, row_numel))
+    if (shard.is_cpu() && shard.layout() == at::kStrided && shard.is_contiguous() && shard.numel() >= 2 * row_numel)
       norms.push_back(norm_by_rows(shard, norm_type, row_numel));
     else if (shard.numel() > 0)
       others.push_back(shard);
