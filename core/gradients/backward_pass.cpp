@@ -121,8 +121,8 @@ ScopeExit BackwardPass::no_sync() {
 
 void BackwardPass::count_no_sync_scope(int change) {
   std::lock_guard lock(mutex_);
+  if (change < 0 || !inside_backward()) no_sync_scopes_ += change;  // a scope closes once, even if closing throws
   if (inside_backward()) throw std::logic_error("no_sync inside a backward pass");
-  no_sync_scopes_ += change;
 }
 
 }  // namespace tessera::internal

@@ -231,6 +231,7 @@ TEST_F(BackwardPasses, ReduceUnlessAScopeSaysOtherwise) {
             "no_sync inside a backward pass");
   ScopeExit scope = pass->no_sync();
   EXPECT_EQ(error_of<std::logic_error>(chain(nullptr, [&] { scope.leave(); })), "no_sync inside a backward pass");
+  EXPECT_TRUE(pass->reduces());  // an error closes the scope, too
 }
 
 // Graphs keep hooks and callbacks alive. The gradients of this pass are reduced on no rank.
