@@ -31,7 +31,7 @@ bool keeps_running_statistics(const torch::nn::Module& module) {
 }  // namespace
 
 WrapPolicy exempt_modules(const MixedPrecision& precision) {
-  if (!precision.param_dtype || precision.buffer_dtype == precision.param_dtype) return precision.full_precision;
+  if (precision.buffer_dtype == precision.param_dtype) return precision.full_precision;
   return [chosen = precision.full_precision](const std::string& fqn, const torch::nn::Module& module, int64_t numel) {
     return keeps_running_statistics(module) || (chosen && chosen(fqn, module, numel));
   };

@@ -460,6 +460,25 @@ TEST(MixedPrecision, BatchNormsComputeInFullPrecision) {
   });
 }
 
+TEST(MixedPrecision, BatchNormsKeepTheirStatisticsIfOnlyBuffersAreCast) {
+  const auto build_net = [] { return seeded(5, [] { return BatchNormNet(); }); };
+  const at::Tensor x = seeded(90, [] { return torch::randn({6, 8}); });
+  BatchNormNet alone = build_net();
+  alone->forward(x);
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    BatchNormNet net = build_net();
+    net->register_buffer("scale", torch::ones({8}));
+    FullyShardedDataParallel fsdp(net, comm, {.mixed_precision = {.buffer_dtype = at::kBFloat16}});
+    fsdp(on_rank_device(x));
+    EXPECT_EQ(net->named_buffers()["scale"].scalar_type(), at::kBFloat16);
+    for (const auto& buffer : alone->named_buffers()) {
+      const at::Tensor own = net->named_buffers()[buffer.key()];
+      EXPECT_EQ(own.scalar_type(), buffer.value().scalar_type()) << buffer.key();
+      EXPECT_TRUE(torch::allclose(own, buffer.value())) << buffer.key() << own << buffer.value();
+    }
+  });
+}
+
 // A user's module with children that has the names of a batch norm's buffers is no batch norm.
 struct NormalisedImpl : torch::nn::Module {
   NormalisedImpl() {
