@@ -81,15 +81,16 @@ int available_cores() {
   return quota && *quota < cores ? std::max(1, static_cast<int>(std::ceil(*quota))) : cores;
 }
 
-std::optional<MemoryLimit> memory_limit(const ControlGroups& groups) {
+std::vector<MemoryLimit> memory_limits(const ControlGroups& groups) {
   constexpr int64_t kNone = int64_t{1} << 60;  // version 1 writes a large number if there is no limit
-  std::optional<MemoryLimit> least;
+  std::vector<MemoryLimit> limits;
   visit(groups, "memory", [&](const path& folder, int version) {
     const auto limit = first_of<int64_t>(folder / (version == 2 ? "memory.max" : "memory.limit_in_bytes"));
-    if (!limit || *limit >= kNone || (least && least->limit_bytes <= *limit)) return;
-    least = {*limit, folder / (version == 2 ? "memory.current" : "memory.usage_in_bytes"), folder / "memory.stat"};
+    if (!limit || *limit >= kNone) return;
+    const char* const usage = version == 2 ? "memory.current" : "memory.usage_in_bytes";
+    limits.push_back({*limit, folder / usage, folder / "memory.stat"});
   });
-  return least;
+  return limits;
 }
 
 int64_t MemoryLimit::needed_bytes() const {

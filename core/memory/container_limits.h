@@ -4,11 +4,12 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace tessera::internal {
 
 // The Linux control groups of this process (for a container, a Slurm job or systemd), version 1 or 2. A group's limit
-// also applies to inner groups, so the smallest limit on the path from this group to the root applies. Thread-safe.
+// also applies to inner groups, so every limit on the path from this group to the root applies. Thread-safe.
 struct ControlGroups {
   std::string of_process;  // text in the format of /proc/<pid>/cgroup
   std::filesystem::path mounted_at = "/sys/fs/cgroup";
@@ -22,7 +23,7 @@ std::optional<double> cpu_quota(const ControlGroups& groups);
 // Returns how many threads can run concurrently: this process's cores, or its CPU quota (rounded up) if that is lower.
 int available_cores();
 
-// The smallest memory limit that applies to this process.
+// A memory limit that applies to this process.
 struct MemoryLimit {
   int64_t limit_bytes;
   std::filesystem::path usage, stat;  // files of the group with that limit
@@ -30,7 +31,10 @@ struct MemoryLimit {
   // Returns the group's memory that the kernel cannot reclaim without writing it to disk. Excludes inactive cached
   // files and pages marked MADV_FREE. 0 if unknown.
   int64_t needed_bytes() const;
+  int64_t left_bytes() const { return limit_bytes - needed_bytes(); }
 };
-std::optional<MemoryLimit> memory_limit(const ControlGroups& groups);
+// Returns the limits of all groups on the path. An outer group's limit may be larger and yet leave less memory, because
+// other groups below it use the same memory.
+std::vector<MemoryLimit> memory_limits(const ControlGroups& groups);
 
 }  // namespace tessera::internal

@@ -8,8 +8,6 @@
 #include <limits>
 #include <string>
 
-#include "core/memory/container_limits.h"
-
 namespace tessera::internal {
 namespace {
 
@@ -23,7 +21,7 @@ std::optional<int64_t> available_to_system() {
 
 }  // namespace
 
-std::optional<int64_t> free_memory_bytes(c10::Device device) {
+std::optional<int64_t> free_memory_bytes(c10::Device device, const ControlGroups& groups) {
   if (!device.is_cpu()) {
     try {
       return static_cast<int64_t>(at::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first);
@@ -32,8 +30,8 @@ std::optional<int64_t> free_memory_bytes(c10::Device device) {
     }
   }
   std::optional<int64_t> free_bytes = available_to_system();
-  if (const auto limit = memory_limit(ControlGroups::of_this_process())) {
-    const int64_t left = std::max<int64_t>(0, limit->limit_bytes - limit->needed_bytes());
+  for (const MemoryLimit& limit : memory_limits(groups)) {
+    const int64_t left = std::max<int64_t>(0, limit.left_bytes());
     free_bytes = std::min(free_bytes.value_or(left), left);
   }
   return free_bytes;

@@ -188,7 +188,7 @@ bool MemoryCache::give(void* memory) {
     stats_.live_bytes -= static_cast<int64_t>(block.bytes);
     if (!keeps_freed_) return unmap_freed(block);
     pressure_.given_bytes += block.bytes;
-    looks = pressure_.limit && pressure_.given_bytes >= kLookEveryBytes;
+    looks = !pressure_.limits.empty() && pressure_.given_bytes >= kLookEveryBytes;
     if (looks) pressure_.given_bytes = 0;
     if (looks && !watch_) start_watch();
   }
@@ -202,7 +202,7 @@ bool MemoryCache::give(void* memory) {
     idle_.emplace(stamp, block);
     idle_by_bytes_.emplace(block.bytes, stamp);
   }
-  if (looks) look_at_limit();
+  if (looks) look_at_limits();
   return true;
 }
 
@@ -212,20 +212,25 @@ bool MemoryCache::unmap_freed(const Block& block) {
   return true;
 }
 
-// If over half of the memory limit is needed, marks idle blocks MADV_FREE, now and whenever a block becomes idle. Else
-// stops marking, which costs as much as writing a tenth of the block (with small pages, all). Returns needed_bytes().
-int64_t MemoryCache::look_at_limit() {
-  const int64_t needed_bytes = pressure_.limit->needed_bytes();
+// If over half of a memory limit is needed, marks idle blocks MADV_FREE, now and whenever a block becomes idle. Else
+// stops marking, which costs as much as writing a tenth of the block (with small pages, all). Returns the memory that
+// all limits leave.
+int64_t MemoryCache::look_at_limits() {
+  int64_t left_bytes = INT64_MAX, left_of_half_bytes = INT64_MAX;
+  for (const MemoryLimit& limit : pressure_.limits) {
+    const int64_t left = limit.left_bytes();
+    left_bytes = std::min(left_bytes, left);
+    left_of_half_bytes = std::min(left_of_half_bytes, left - limit.limit_bytes / 2);
+  }
   std::lock_guard lock(mutex_);
-  const bool is_tight =
-      needed_bytes + pressure_.on_call_bytes > pressure_.limit->limit_bytes / 2;  // counts marked blocks as needed
-  if (pressure_.is_tight.exchange(is_tight) == is_tight || !is_tight) return needed_bytes;
+  const bool is_tight = pressure_.on_call_bytes > left_of_half_bytes;  // counts marked blocks as needed
+  if (pressure_.is_tight.exchange(is_tight) == is_tight || !is_tight) return left_bytes;
   for (auto& [stamp, block] : idle_) {
     if (std::exchange(block.is_on_call, true)) continue;
     ::madvise(block.memory, block.bytes, MADV_FREE);
     pressure_.on_call_bytes += static_cast<int64_t>(block.bytes);
   }
-  return needed_bytes;
+  return left_bytes;
 }
 
 // give() checks the limit only when tensors are freed, but other memory may grow too. So a separate thread checks the
@@ -234,13 +239,13 @@ void MemoryCache::start_watch() {
   constexpr double kFillBytesPerSecond = 4e9;
   watch_ = std::make_shared<Watch>();
   watch_->cache = this;
-  const auto look = [watch = watch_, limit_bytes = pressure_.limit->limit_bytes] {
+  const auto look = [watch = watch_] {
     for (double seconds = 0;;) {
       std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
       std::lock_guard lock(watch->mutex);
       if (watch->cache == nullptr) return;
-      const int64_t left_bytes = limit_bytes - watch->cache->look_at_limit();
-      seconds = std::clamp(static_cast<double>(left_bytes) / 2 / kFillBytesPerSecond, 0.005, 1.0);
+      const auto left_bytes = static_cast<double>(watch->cache->look_at_limits());
+      seconds = std::clamp(left_bytes / 2 / kFillBytesPerSecond, 0.005, 1.0);
     }
   };
   ::sigset_t all, before;
@@ -295,7 +300,7 @@ std::atomic<MemoryCache*> process_cache{nullptr};
 // Makes the cache. Locks its mutex around each fork(), which could otherwise copy a mutex that another thread holds.
 [[maybe_unused]] MemoryCache& make_process_cache() {
   static auto* const cache = [] {
-    auto* const made = new MemoryCache(memory_limit(ControlGroups::of_this_process()));
+    auto* const made = new MemoryCache(memory_limits(ControlGroups::of_this_process()));
     process_cache = made;
     ::pthread_atfork([] { process_cache.load()->before_fork(); },
                      [] { process_cache.load()->after_fork(/*is_child=*/false); },

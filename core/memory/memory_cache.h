@@ -8,7 +8,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <unordered_map>
 #include <utility>
@@ -40,8 +39,8 @@ class MemoryCache {
 
   using Stats = MemoryCacheStats;
 
-  // `limit` is the memory limit of the control group; nullopt if there is none.
-  explicit MemoryCache(std::optional<MemoryLimit> limit = std::nullopt) : pressure_{std::move(limit)} {}
+  // `limits` are those of the process's control groups.
+  explicit MemoryCache(std::vector<MemoryLimit> limits = {}) : pressure_{std::move(limits)} {}
   ~MemoryCache();  // no block may be live
   MemoryCache(const MemoryCache&) = delete;
   MemoryCache& operator=(const MemoryCache&) = delete;
@@ -79,10 +78,10 @@ class MemoryCache {
     std::byte* next = nullptr;  // address of the next block
     size_t left_bytes = 0;
   };
-  // The state of the control group's limit.
+  // The state of the control groups' limits.
   struct Pressure {
-    const std::optional<MemoryLimit> limit;
-    size_t given_bytes = 0;     // bytes freed since the last check of the limit
+    const std::vector<MemoryLimit> limits;
+    size_t given_bytes = 0;     // bytes freed since the last check of the limits
     int64_t on_call_bytes = 0;  // idle bytes that are marked MADV_FREE
     std::atomic<bool> is_tight = false;
   };
@@ -98,7 +97,7 @@ class MemoryCache {
   static constexpr size_t kLookEveryBytes = size_t{32} << 20;
 
   void count_live(size_t bytes);
-  int64_t look_at_limit();
+  int64_t look_at_limits();
   void start_watch();
   void stop_watch();
   void* map_block(size_t bytes);

@@ -27,6 +27,7 @@
 #include <tessera/peak_memory.h>
 #include "core/launch/process_setup.h"
 #include "core/memory/container_limits.h"
+#include "core/memory/free_memory.h"
 #include "tests/support/temporary_folder.h"
 
 namespace {
@@ -266,17 +267,27 @@ TEST(ContainerLimits, TheSmallestOnTheWayUpCounts) {
   folder.write("job/step/cpu.max", "max 100000\n");
   folder.write("job/step/memory.max", "max\n");
   EXPECT_EQ(tessera::internal::cpu_quota(groups), std::nullopt);
-  EXPECT_FALSE(tessera::internal::memory_limit(groups).has_value());
+  EXPECT_TRUE(tessera::internal::memory_limits(groups).empty());
   folder.write("job/cpu.max", "250000 100000\n");
   folder.write("cpu.max", "400000 100000\n");
   folder.write("job/memory.max", "1000\n");
   folder.write("job/memory.current", "900\n");
   folder.write("job/memory.stat", "anon 500\ninactive_file 300\nactive_file 100\n");
   EXPECT_EQ(tessera::internal::cpu_quota(groups), 2.5);
-  const auto limit = tessera::internal::memory_limit(groups);
-  ASSERT_TRUE(limit.has_value());
-  EXPECT_EQ(limit->limit_bytes, 1000);
-  EXPECT_EQ(limit->needed_bytes(), 600);
+  const auto limits = tessera::internal::memory_limits(groups);
+  ASSERT_EQ(limits.size(), 1);
+  EXPECT_EQ(limits[0].limit_bytes, 1000);
+  EXPECT_EQ(limits[0].needed_bytes(), 600);
+}
+
+// The outer group's limit is larger, but other groups in it have used most of its memory.
+TEST(ContainerLimits, OfAnOuterGroupMayLeaveLess) {
+  const tessera::testing_support::TemporaryFolder folder;
+  folder.write("job/memory.max", "1000\n");
+  folder.write("job/memory.current", "300\n");
+  folder.write("memory.max", "5000\n");
+  folder.write("memory.current", "4900\n");
+  EXPECT_EQ(tessera::internal::free_memory_bytes(at::kCPU, {"0::/job\n", folder.path()}), 100);
 }
 
 // As in Docker: the group's name is the host's, and its folder is mounted at the top.
@@ -288,14 +299,14 @@ TEST(ContainerLimits, OfVersion1InAContainer) {
   folder.write("cpu,cpuacct/cpu.cfs_period_us", "100000\n");
   folder.write("memory/memory.limit_in_bytes", "9223372036854771712\n");
   EXPECT_EQ(tessera::internal::cpu_quota(groups), std::nullopt);
-  EXPECT_FALSE(tessera::internal::memory_limit(groups).has_value());
+  EXPECT_TRUE(tessera::internal::memory_limits(groups).empty());
   folder.write("cpu,cpuacct/cpu.cfs_quota_us", "150000\n");
   folder.write("memory/memory.limit_in_bytes", "4096\n");
   folder.write("memory/memory.usage_in_bytes", "1024\n");
   folder.write("memory/memory.stat", "inactive_file 1\ntotal_inactive_file 24\n");
   EXPECT_EQ(tessera::internal::cpu_quota(groups), 1.5);
-  ASSERT_TRUE(tessera::internal::memory_limit(groups).has_value());
-  EXPECT_EQ(tessera::internal::memory_limit(groups)->needed_bytes(), 1000);
+  ASSERT_EQ(tessera::internal::memory_limits(groups).size(), 1);
+  EXPECT_EQ(tessera::internal::memory_limits(groups)[0].needed_bytes(), 1000);
 }
 
 // The bytes of this process that the system may reclaim; -1 if unknown.
@@ -309,7 +320,7 @@ int64_t lazily_freed_kib() {
 TEST(MemoryCache, LetsTheSystemTakeWhatIsIdleOnceHalfOfTheLimitIsNeeded) {
   const tessera::testing_support::TemporaryFolder folder;
   const auto usage = folder.write("memory.current", "400");
-  tessera::internal::MemoryCache cache(tessera::internal::MemoryLimit{1000, usage, folder / "memory.stat"});
+  tessera::internal::MemoryCache cache({tessera::internal::MemoryLimit{1000, usage, folder / "memory.stat"}});
   const auto use = [&] {
     void* const block = cache.take(34 * kMiB);
     std::memset(block, 1, 34 * kMiB);
@@ -336,7 +347,7 @@ TEST(MemoryCache, LooksInAForkedChildToo) {
   if (kHasAddressSanitizer || kHasThreadSanitizer) GTEST_SKIP() << "a sanitizer takes memory of its own";
   const tessera::testing_support::TemporaryFolder folder;
   const auto usage = folder.write("memory.current", "400");
-  tessera::internal::MemoryCache cache(tessera::internal::MemoryLimit{1000, usage, folder / "memory.stat"});
+  tessera::internal::MemoryCache cache({tessera::internal::MemoryLimit{1000, usage, folder / "memory.stat"}});
   const auto use = [&] { cache.give(std::memset(cache.take(34 * kMiB), 1, 34 * kMiB)); };
   use();
   cache.before_fork();
@@ -372,7 +383,7 @@ TEST(MemoryCache, ItsThreadTakesNoSignals) {
   const tessera::testing_support::TemporaryFolder folder;
   const int before = threads_that_take(SIGUSR1);
   tessera::internal::MemoryCache cache(
-      tessera::internal::MemoryLimit{1000, folder.write("memory.current", "400"), folder / "memory.stat"});
+      {tessera::internal::MemoryLimit{1000, folder.write("memory.current", "400"), folder / "memory.stat"}});
   cache.give(cache.take(34 * kMiB));
   std::this_thread::sleep_for(std::chrono::milliseconds(50));  // glibc's threads start with all signals blocked
   EXPECT_EQ(threads_that_take(SIGUSR1), before);
@@ -409,7 +420,7 @@ void expect_lives_under_a_limit(int idle_blocks, const std::function<void()>& ta
   if (child == 0) {
     if (!group.join()) ::_exit(77);
     tessera::internal::MemoryCache cache(
-        tessera::internal::memory_limit(tessera::internal::ControlGroups::of_this_process()));
+        tessera::internal::memory_limits(tessera::internal::ControlGroups::of_this_process()));
     std::vector<void*> blocks;
     for (int i = 0; i < idle_blocks; ++i) blocks.push_back(std::memset(cache.take(10 * kMiB), 1, 10 * kMiB));
     for (void* block : blocks) cache.give(block);
