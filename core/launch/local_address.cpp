@@ -16,6 +16,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/runtime/file.h"
 #include "core/runtime/host.h"
 
 namespace tessera::internal {
@@ -60,7 +61,7 @@ std::string connect_within(const Socket& socket, const addrinfo& address, int ti
   if (::connect(socket.fd, address.ai_addr, address.ai_addrlen) == 0) return {};
   if (errno != EINPROGRESS) return std::strerror(errno);
   pollfd waiting{socket.fd, POLLOUT, 0};
-  if (::poll(&waiting, 1, timeout_ms) <= 0) return std::strerror(ETIMEDOUT);
+  if (retried([&] { return ::poll(&waiting, 1, timeout_ms); }) <= 0) return std::strerror(ETIMEDOUT);
   int error = 0;
   socklen_t length = sizeof(error);
   ::getsockopt(socket.fd, SOL_SOCKET, SO_ERROR, &error, &length);

@@ -15,6 +15,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -485,6 +486,27 @@ TEST(PeerMemoryProcesses, ReachEachOtherHere) {
   const auto codes = on_processes(2, [](c10::intrusive_ptr<c10d::Store> store, int rank) {
     auto memory = PeerMemory::connect(*store, rank, 2, 30s, true);
     return memory != nullptr && memory->reaches(1 - rank) ? 0 : 77;
+  });
+  if (codes == std::vector<int>{77, 77}) GTEST_SKIP() << "the kernel does not let processes read each other's memory";
+  EXPECT_EQ(codes, std::vector<int>(2, 0));
+}
+
+// Signals of a profiler, say, interrupt system calls.
+TEST(PeerMemoryProcesses, AreAliveWhileSignalsArrive) {
+  const auto codes = on_processes(2, [](c10::intrusive_ptr<c10d::Store> store, int rank) {
+    auto memory = PeerMemory::connect(*store, rank, 2, 30s, true);
+    if (memory == nullptr) return 77;
+    struct sigaction action {};
+    action.sa_handler = [](int) {};
+    action.sa_flags = SA_RESTART;
+    ::sigaction(SIGALRM, &action, nullptr);
+    const itimerval every_50_us{{0, 50}, {0, 50}};
+    ::setitimer(ITIMER_REAL, &every_50_us, nullptr);
+    bool are_alive = true;
+    for (int i = 0; i < 100'000; ++i) are_alive = memory->is_alive(1 - rank) && are_alive;
+    ::setitimer(ITIMER_REAL, nullptr, nullptr);
+    meet(*store, "end");
+    return are_alive ? 0 : 1;
   });
   if (codes == std::vector<int>{77, 77}) GTEST_SKIP() << "the kernel does not let processes read each other's memory";
   EXPECT_EQ(codes, std::vector<int>(2, 0));

@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "core/memory/container_limits.h"
+#include "core/runtime/file.h"
 #include "core/runtime/host.h"
 
 namespace tessera::internal {
@@ -211,7 +212,8 @@ bool PeerMemory::is_alive(int peer) const {
   const auto& [process, descriptor] = peers_[local_[peer]];
   if (descriptor < 0) return process.is_reached();
   pollfd ends{descriptor, POLLIN, 0};
-  return ::poll(&ends, 1, 0) == 0;  // a pidfd is readable when its process has ended, reaped or not
+  return retried([&] { return ::poll(&ends, 1, 0); }) ==
+         0;  // a pidfd is readable when its process has ended, reaped or not
 }
 
 void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, int peer) const {
@@ -225,14 +227,12 @@ void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, 
   for (uint64_t done = 0; done < bytes;) {
     iovec here{static_cast<std::byte*>(own) + done, bytes - done};
     iovec there{reinterpret_cast<void*>(theirs + done), bytes - done};
-    const ssize_t moved = to_peer ? ::process_vm_writev(process.pid, &here, 1, &there, 1, 0)
-                                  : ::process_vm_readv(process.pid, &here, 1, &there, 1, 0);
-    if (moved > 0) {
-      done += static_cast<uint64_t>(moved);
-    } else if (moved == 0 || errno != EINTR) {
+    const auto move = to_peer ? &::process_vm_writev : &::process_vm_readv;
+    const ssize_t moved = retried([&] { return move(process.pid, &here, 1, &there, 1, 0); });
+    if (moved <= 0)
       throw std::system_error(moved == 0 ? EFAULT : errno, std::generic_category(),
                               "reaching the memory of its process");
-    }
+    done += static_cast<uint64_t>(moved);
   }
 }
 
