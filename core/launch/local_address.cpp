@@ -100,7 +100,7 @@ std::string address_towards(const std::string& host, int port) {
     sockaddr_storage own{};
     socklen_t length = sizeof(own);
     // Connecting a datagram socket sends nothing: the kernel only chooses a route, and with it an address.
-    if (::connect(socket.fd, entry->ai_addr, entry->ai_addrlen) == 0 &&
+    if (socket.fd >= 0 && ::connect(socket.fd, entry->ai_addr, entry->ai_addrlen) == 0 &&
         ::getsockname(socket.fd, reinterpret_cast<sockaddr*>(&own), &length) == 0)
       return numeric(reinterpret_cast<const sockaddr*>(&own), length);
     reason = std::strerror(errno);
