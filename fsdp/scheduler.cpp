@@ -268,8 +268,6 @@ void UnshardedUnits::set_current(std::vector<Unit*> units, Page::GradMode mode) 
 }
 
 // Called at the next use(), forward or end of a backward, so the span includes waits for other units' gradients.
-void UnshardedUnits::end_compute_span() {
-  computing_.end(SpanKind::kCompute, inside_backward() ? "backward" : "forward");
-}
+void UnshardedUnits::end_compute_span() { computing_.end(SpanKind::kCompute); }
 
 }  // namespace tessera::internal

@@ -125,21 +125,20 @@ void ReplicatedModule::trace_passes(const std::vector<at::Tensor>& outputs) cons
   Trace* const trace = Trace::active();
   if (trace != nullptr) trace->add(SpanKind::kCompute, "forward", nullptr, forward_since_, Trace::Clock::now());
   if (!c10::GradMode::is_enabled()) return;
-  struct Backward {
-    bool has_begun = false;
-    OpenRange range;  // if backward fails, the range ends with the destruction of the hooks
-  };
-  auto backward = std::make_shared<Backward>();
+  // The range of a running backward, which the engine's callbacks own: if backward fails, they are destroyed.
+  auto running = std::make_shared<std::weak_ptr<OpenRange>>();
   for (const at::Tensor& output : outputs) {
     if (!output.requires_grad() || output.is_leaf()) continue;
-    output.register_hook([trace, backward](const at::Tensor&) {
-      if (std::exchange(backward->has_begun, true)) return;
-      backward->range.begin([] { return std::string("backward"); });
+    output.register_hook([trace, running](const at::Tensor&) {
+      if (!running->expired()) return;
+      auto range = std::make_shared<OpenRange>();
+      range->begin([] { return std::string("backward"); });
+      *running = range;
       // The span must include other code's callbacks. So this callback queues a second one, which runs after them.
       auto& engine = torch::autograd::Engine::get_default_engine();
-      engine.queue_callback([&engine, trace, backward, since = Trace::Clock::now()] {
-        engine.queue_callback([trace, backward, since] {
-          backward->range.end();
+      engine.queue_callback([&engine, trace, range, since = Trace::Clock::now()] {
+        engine.queue_callback([trace, range, since] {
+          range->end();
           if (trace != nullptr) trace->add(SpanKind::kCompute, "backward", nullptr, since, Trace::Clock::now());
         });
       });
