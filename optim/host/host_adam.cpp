@@ -62,8 +62,10 @@ struct Before {
   void make_room(const AdamUpdate& update) {
     for (at::Tensor* copy : {&values, &average, &square, &maximum}) {
       if (copy == &maximum && !update.maximum.defined()) continue;
-      if (!copy->defined() || copy->sizes() != update.parameter.sizes() || copy->dtype() != update.parameter.dtype())
-        *copy = zeros_beside(update.parameter, "a copy");
+      const at::Tensor& like = update.parameter;
+      if (!copy->defined() || copy->sizes() != like.sizes() || copy->strides() != like.strides() ||
+          copy->dtype() != like.dtype())
+        *copy = zeros_beside(like, "a copy");
     }
   }
   void copy(const AdamUpdate& update) {

@@ -110,6 +110,28 @@ TEST(HostAdam, StepsSomeParametersNowAndOthersLater) {
                   "1 of 2 tensors");
 }
 
+// set_data() stores a matrix in another memory order between two steps.
+TEST(HostAdam, RevocableStepsFollowAnotherMemoryOrder) {
+  for (const bool repeats : {false, true}) {
+    auto own = seeded(1, [] { return torch::randn({3, 5}); }).requires_grad_();
+    auto expected = own.detach().clone().requires_grad_();
+    HostAdamW revocable({own}, torch::optim::AdamWOptions(1e-2)), whole({expected}, torch::optim::AdamWOptions(1e-2));
+    const auto steps = revocable.revocable_steps();
+    for (int step = 0; step < 6; ++step) {
+      if (step % 3 == 2) own.set_data(own.detach().t().contiguous().t());
+      own.mutable_grad() = expected.mutable_grad() = seeded(10 + step, [] { return torch::randn({3, 5}); });
+      steps->step({own});
+      if (repeats) {
+        steps->roll_back();
+        steps->step({own});
+      }
+      steps->keep();
+      whole.step();
+      EXPECT_TRUE(torch::equal(own, expected)) << "step " << step << ", repeats " << repeats;
+    }
+  }
+}
+
 // All fp32 bit patterns that matter to rounding: the neighbours of every 16-bit value.
 TEST(HostAdam, RoundsTheLowPrecisionCopyAsTorchDoes) {
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
