@@ -85,6 +85,7 @@ void HostStep::rebuild(torch::optim::Optimizer& optimizer) {
       host_optimizer_->param_groups()[i].set_options(optimizer.param_groups()[i].options().clone());
     return;
   }
+  host_optimizer_.reset();  // if a copy exceeds the limit, the next step makes all copies again
   std::vector<HostCopy> copies;
   Groups groups;
   for (const auto& group : optimizer.param_groups()) {

@@ -1,4 +1,5 @@
 // OSS with its step in host memory: bit-equal to the step on the device.
+#include "optim/host/host_step.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
@@ -132,6 +133,23 @@ void expect_no_step_beyond_the_limit() {
 TEST(OssOffload, AStepBeyondTheLimitChangesNoParameter) {
   expect_no_step_beyond_the_limit<AdamW>();
   expect_no_step_beyond_the_limit<HostAdamW>();  // steps one parameter at a time
+}
+
+TEST(OssOffload, AnAddedGroupBeyondTheLimitLosesNoCopy) {
+  const at::Tensor small = torch::ones({4}).requires_grad_(), large = torch::ones({100}).requires_grad_();
+  HostStep step(
+      [](HostStep::Groups groups) {
+        return std::make_unique<torch::optim::SGD>(std::move(groups), torch::optim::SGDOptions(0.25));
+      },
+      {.memory = {.limit_bytes = 64}});
+  torch::optim::SGD sgd(std::vector<at::Tensor>{small}, torch::optim::SGDOptions(0.25));
+  small.mutable_grad() = torch::ones({4});
+  step.step(sgd);
+  sgd.add_param_group(torch::optim::OptimizerParamGroup(std::vector<at::Tensor>{large}));
+  expect_contains(error_of<std::runtime_error>([&] { step.step(sgd); }), "a copy of a parameter of shape [100]");
+  sgd.param_groups().pop_back();
+  step.step(sgd);
+  EXPECT_TRUE(torch::equal(small, torch::full({4}, 0.5)));
 }
 
 TEST(OssOffload, MistakesAreNamed) {
