@@ -46,7 +46,8 @@ class Tape {
     c10::OperatorHandle op;
     torch::jit::Stack arguments;  // with undefined tensors in place of the views
     std::vector<Argument> views;
-    std::vector<std::optional<size_t>> made;  // by result: the index of the new storage, if any
+    std::vector<std::optional<size_t>> made = {};  // by result: the index of the new storage, if any
+    at::Device device = at::kCPU;                  // of the results
   };
 
   std::vector<Call> calls;
@@ -60,6 +61,7 @@ namespace {
 struct TapeStorage {
   std::shared_ptr<Tape> tape;
   size_t storage;
+  at::Device device;  // in the replay
 };
 void delete_tape_storage(void* context) { delete static_cast<TapeStorage*>(context); }
 
@@ -117,6 +119,7 @@ void take_views(Tape& tape, Tape::Call& call) {
             " is given a tensor whose values will be read later: change it when the model is wrapped");
       const TapeStorage* known = tape_storage_of(tensor);
       if (known == nullptr) return tensor;
+      if (call.views.empty()) call.device = known->device;
       call.views.push_back({i, number, view_of(tensor, *known)});
       tape.last_use[known->storage] = tape.calls.size();
       return at::Tensor();
@@ -137,14 +140,14 @@ void substitute_meta(torch::jit::Stack& stack, size_t count) {
 }
 
 // Registers the storage of a new meta tensor with the tape. Returns the storage's index; nullopt for other results.
-std::optional<size_t> adopt(const std::shared_ptr<Tape>& tape, const c10::IValue& result) {
+std::optional<size_t> adopt(const std::shared_ptr<Tape>& tape, const c10::IValue& result, at::Device device) {
   if (!result.isTensor()) return std::nullopt;
   const at::Tensor& tensor = result.toTensor();
   if (!tensor.defined() || !tensor.is_meta() || tape_storage_of(tensor) != nullptr) return std::nullopt;
   const size_t storage = tape->last_use.size();
   tape->last_use.push_back(tape->calls.size());
   tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->set_data_ptr_noswap(
-      at::DataPtr(nullptr, new TapeStorage{tape, storage}, &delete_tape_storage, at::kMeta));
+      at::DataPtr(nullptr, new TapeStorage{tape, storage, device}, &delete_tape_storage, at::kMeta));
   return storage;
 }
 
@@ -164,7 +167,7 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
   const auto arguments = torch::jit::last(*stack, count);
-  Tape::Call call{op, torch::jit::Stack(arguments.begin(), arguments.end()), {}, {}};
+  Tape::Call call{op, torch::jit::Stack(arguments.begin(), arguments.end()), {}};
 
   const auto device = schema.argumentIndexWithName("device");
   const bool is_factory = device && !has_tensor_argument(schema);
@@ -173,14 +176,20 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   if (!is_factory && !concerns) return op.callBoxed(stack);  // all tensors are ordinary
   if (device) {
     c10::IValue& target = torch::jit::peek(*stack, *device, count);
-    // Records the CPU in place of the meta device, which the options() of a deferred tensor contain.
-    if (target.isDevice() && target.toDevice().is_meta()) call.arguments[*device] = c10::Device(c10::kCPU);
+    // The options() of a deferred tensor contain the meta device. Records the device of the call's first tensor
+    // instead.
+    if (target.isDevice() && target.toDevice().is_meta()) call.arguments[*device] = call.device;
     if (is_factory || !target.isNone()) target = c10::Device(c10::kMeta);
   }
   if (concerns) substitute_meta(*stack, count);
+  const at::Device before = call.device;
+  if (device && !call.arguments[*device].isNone()) call.device = call.arguments[*device].toDevice();
+  // On the meta device, to() another device would return its argument.
+  if (const auto copy = schema.argumentIndexWithName("copy"); copy && call.device != before)
+    torch::jit::peek(*stack, *copy, count) = true;
   call_for_shapes(op, *stack);
   for (const c10::IValue& result : torch::jit::last(*stack, schema.returns().size()))
-    call.made.push_back(adopt(recording, result));
+    call.made.push_back(adopt(recording, result, call.device));
   const auto dtype = schema.argumentIndexWithName("dtype");
   if (is_factory && dtype && call.arguments[*dtype].isNone())  // the default dtype may change before the replay
     call.arguments[*dtype] = torch::jit::last(*stack, 1)[0].toTensor().scalar_type();
@@ -229,14 +238,8 @@ class Replay {
 
  private:
   at::Tensor at(const Tape::View& view) const { return view_in(real_.at(view.storage), view); }
-  static bool is_on_host(const Tape::Call& call, const torch::jit::Stack& stack) {
-    for (const c10::IValue& argument : stack)
-      if (argument.isTensor() && argument.toTensor().defined()) return argument.toTensor().is_cpu();
-    const auto device = call.op.schema().argumentIndexWithName("device");
-    return !device || stack[*device].isNone() || stack[*device].toDevice().is_cpu();
-  }
   void run(const Tape::Call& call, torch::jit::Stack& stack) {
-    if (!is_on_host(call, stack)) return call.op.callBoxed(stack);  // draws from the device's generator
+    if (!call.device.is_cpu()) return call.op.callBoxed(stack);  // draws from the device's generator
     const auto generator = call.op.schema().argumentIndexWithName("generator");
     if (generator) {
       if (stack[*generator].isNone()) stack[*generator] = generator_;
@@ -297,8 +300,9 @@ const ReadElements* reader_of(const at::Tensor& tensor) {
 }
 
 at::Device device_of_values(const at::Tensor& tensor) {
-  const Source* source = source_of(tensor);
-  return source != nullptr ? source->device : is_deferred(tensor) ? at::Device(at::kCPU) : tensor.device();
+  if (const Source* source = source_of(tensor)) return source->device;
+  const TapeStorage* recorded = tape_storage_of(tensor);
+  return recorded != nullptr ? recorded->device : tensor.device();
 }
 
 void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,

@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/nn/module.h>
 
 #include <cstdint>
 #include <functional>
@@ -38,7 +37,7 @@ at::Tensor deferred_from(const std::vector<int64_t>& sizes, const std::vector<in
 // Returns the reader of a tensor from deferred_from(); null for other tensors.
 const ReadElements* reader_of(const at::Tensor& tensor);
 
-// Returns the `device` of a tensor of deferred_from(), the CPU for a recorded one, and tensor.device() for others.
+// Returns the device of the tensor's values: for a deferred tensor, the one on which they will be computed or read.
 at::Device device_of_values(const at::Tensor& tensor);
 
 // Computes the values of deferred tensors: replays the recorded calls, and reads the values of deferred_from() tensors.

@@ -233,6 +233,16 @@ TEST(Deferred, OperatorsWithoutMetaKernelsGetTheirShapesFromExamples) {
   expect_contains(error_of<std::logic_error>([] { deferred([] { return torch::nonzero(torch::rand({3})); }); }), says);
 }
 
+TEST(Deferred, KnowsTheDeviceOfItsValues) {
+  const at::Device second(at::kCUDA, 1);
+  const DeferredScope scope;
+  const at::Tensor here = torch::ones({2}), there = torch::ones({2}, second);
+  for (const at::Tensor& tensor : {there, there * 2, torch::zeros_like(there), here.to(second), there.view({1, 2})})
+    EXPECT_EQ(device_of_values(tensor), second);
+  for (const at::Tensor& tensor : {here, here * 2, there.cpu(), torch::zeros({2}, there.options())})
+    EXPECT_EQ(device_of_values(tensor), at::kCPU);
+}
+
 TEST(Deferred, ParametersMadeInInferenceModeAreNamed) {
   torch::nn::Sequential frozen{nullptr};
   {
