@@ -73,6 +73,54 @@ TEST_P(Divisors, GradientsOfTheLoopsOwnAreNotDivided) {
     });
 }
 
+// The last backward divides all parts of the sum. An average from before it keeps its value: DDP and SDP, whose sums
+// include the average, refuse to change the divisor.
+TEST_P(Divisors, ADivisorSetAfterTheFirstPart) {
+  if (GetParam().name == "oss_alone") return;  // which has no wrapper that divides
+  for (const bool has_average : {false, true})
+    play(GetParam(),
+         {.expect = has_average ? Expect::kEither : Expect::kEqual,
+          .same_data = true,
+          .says = {"that includes an earlier average"}},
+         [has_average](Trainer& run) {
+           const auto loss = [&](int step) {
+             return (run(part(run, run.x(step))) - part(run, run.y(step))).square().sum();
+           };
+           run.set_gradient_divide_factor(kRows);
+           for (int step = 0; step < 3; ++step) {
+             run.optimizer().zero_grad();
+             if (has_average) loss(3 * step).backward();
+             if (run.shards() == nullptr) run.set_gradient_divide_factor(kRows * (2 + step));
+             {
+               auto scope = run.no_sync();
+               loss(3 * step + 1).backward();
+             }
+             run.set_gradient_divide_factor(kRows * (2 + step));
+             loss(3 * step + 2).backward();
+             run.optimizer().step();
+           }
+         });
+}
+
+TEST_P(Divisors, ADivisorSetInABackwardIsRefused) {
+  play(GetParam(), {}, [](Trainer& run) {
+    for (int step = 0; step < 2; ++step) {
+      run.optimizer().zero_grad();
+      const at::Tensor out = run(run.x(step));
+      if (run.shards() != nullptr)
+        out.register_hook([&](const at::Tensor&) {
+          const std::string refused = " inside a backward pass";
+          EXPECT_EQ(error_of<std::logic_error>([&] { run.set_gradient_divide_factor(3); }),
+                    "set_gradient_divide_factor" + refused);
+          EXPECT_EQ(error_of<std::logic_error>([&] { run.divide_gradients_by_sum(3); }),
+                    "divide_gradients_by_sum" + refused);
+        });
+      torch::mse_loss(out, run.y(step)).backward();
+      run.optimizer().step();
+    }
+  });
+}
+
 TEST_P(Divisors, AGradientDivisorOfNothingIsRefused) {
   play(GetParam(), {.optimizers = {Optim::kSgd}}, [](Trainer& run) {
     if (run.world == 1) return;
