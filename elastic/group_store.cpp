@@ -5,8 +5,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/comm/store_client.h"
-
 namespace tessera::internal {
 
 using nlohmann::json;
@@ -90,11 +88,7 @@ struct GroupStore::Call {
 };
 
 GroupStore::GroupStore(Member server, int64_t generation, std::chrono::milliseconds timeout)
-    : Store(timeout), server_(std::move(server)), generation_(generation) {}
-
-c10::intrusive_ptr<c10d::Store> GroupStore::clone() {
-  return c10::intrusive_ptr<c10d::Store>::reclaim_copy(static_cast<c10d::Store*>(this));
-}
+    : PollingStore(timeout), server_(std::move(server)), generation_(generation) {}
 
 PeerMessage GroupStore::ask(const Call& call) {
   PeerMessage request;
@@ -131,10 +125,6 @@ bool GroupStore::check(const std::vector<std::string>& keys) {
 }
 
 int64_t GroupStore::getNumKeys() { return ask({"count", {}}).fields.at("number").get<int64_t>(); }
-
-void GroupStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
-  await_keys(*this, keys, timeout);
-}
 
 std::vector<std::vector<uint8_t>> GroupStore::multiGet(const std::vector<std::string>& keys) {
   wait(keys);

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
 #include <cstdint>
@@ -11,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "core/comm/store_client.h"
 #include "core/runtime/guarded_by.h"
 #include "elastic/peer_link.h"
 
@@ -37,13 +37,12 @@ class ServedStores {
 };
 
 // A client of a group's store in the process of a member. A call throws c10::Error if that process has ended, or has
-// not answered within the timeout. wait() and get() poll. Is thread-safe; calls run one at a time.
-class GroupStore : public c10d::Store {
+// not answered within the timeout. Is thread-safe; calls run one at a time.
+class GroupStore : public PollingStore {
  public:
   // Connects at the first call.
   GroupStore(Member server, int64_t generation, std::chrono::milliseconds timeout);
 
-  c10::intrusive_ptr<c10d::Store> clone() override;
   using Store::set;
   void set(const std::string& key, const std::vector<uint8_t>& value) override { multiSet({key}, {value}); }
   using Store::compareSet;
@@ -54,8 +53,6 @@ class GroupStore : public c10d::Store {
   bool deleteKey(const std::string& key) override;
   bool check(const std::vector<std::string>& keys) override;
   int64_t getNumKeys() override;
-  void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
-  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
   std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
   void multiSet(const std::vector<std::string>& keys, const std::vector<std::vector<uint8_t>>& values) override;
   bool hasExtendedApi() const override { return true; }

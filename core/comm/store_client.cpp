@@ -40,10 +40,10 @@ c10::intrusive_ptr<c10d::TCPStore> open_tcp_store(const std::string& host, c10d:
   return c10::make_intrusive<c10d::TCPStore>(host, options);
 }
 
-void await_keys(c10d::Store& store, const std::vector<std::string>& keys, std::chrono::milliseconds timeout) {
+void PollingStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
   constexpr std::chrono::microseconds kLongestPause{20'000};
   const auto until = RunClock::now() + timeout;
-  for (std::chrono::microseconds pause{100}; !store.check(keys); pause = std::min(2 * pause, kLongestPause)) {
+  for (std::chrono::microseconds pause{100}; !check(keys); pause = std::min(2 * pause, kLongestPause)) {
     if (timeout != c10d::Store::kNoTimeout && RunClock::now() >= until)
       C10_THROW_ERROR(DistStoreError, c10::str("timed out after ", static_cast<double>(timeout.count()) * 1e-3,
                                                " s, waiting for the keys ", c10::Join(", ", keys)));
@@ -119,7 +119,7 @@ void StoreClient::limit_patience(c10d::Store& store, std::chrono::milliseconds p
 }
 
 StoreClient::StoreClient(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience)
-    : Store(patience),
+    : PollingStore(patience),
       patience_(patience),
       calls_(std::make_shared<StoreThread>(std::move(store))),
       thread_([calls = calls_] { calls->run(); }) {}
@@ -159,10 +159,6 @@ auto StoreClient::call(Act act) const {
   return answer.get();
 }
 
-c10::intrusive_ptr<c10d::Store> StoreClient::clone() {
-  return c10::intrusive_ptr<c10d::Store>::reclaim_copy(static_cast<c10d::Store*>(this));
-}
-
 void StoreClient::set(const std::string& key, const std::vector<uint8_t>& value) {
   call([=](c10d::Store& store) { store.set(key, value); });
 }
@@ -191,10 +187,6 @@ bool StoreClient::check(const std::vector<std::string>& keys) {
 
 int64_t StoreClient::getNumKeys() {
   return call([](c10d::Store& store) { return store.getNumKeys(); });
-}
-
-void StoreClient::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
-  await_keys(*this, keys, timeout);
 }
 
 void StoreClient::append(const std::string& key, const std::vector<uint8_t>& value) {

@@ -23,17 +23,24 @@ c10d::Store& underlying(c10d::Store& store);
 // short timeouts.
 c10::intrusive_ptr<c10d::TCPStore> open_tcp_store(const std::string& host, c10d::TCPStoreOptions options);
 
-// Polls until a store has all keys. Throws c10::Error after the timeout. c10d::Store::kNoTimeout means no timeout.
-void await_keys(c10d::Store& store, const std::vector<std::string>& keys, std::chrono::milliseconds timeout);
+// A store whose wait() polls until it has all keys, so that it does not block other calls. Throws c10::Error after the
+// timeout. c10d::Store::kNoTimeout means no timeout.
+class PollingStore : public c10d::Store {
+ public:
+  using Store::Store;
+  c10::intrusive_ptr<c10d::Store> clone() override { return c10::intrusive_ptr<c10d::Store>::reclaim_copy(this); }
+  void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
+};
 
 // A store whose calls always end. If the serving process is stopped or the link is cut, a call of c10d's TCPStore
 // blocks forever, and so do all later calls. This class makes the calls on its own thread. If the store does not answer
 // within `patience`, a call throws c10::Error with the text kNoAnswer. If the thread has not begun the call then, it
 // skips the call. The destructor detaches the thread if a call still blocks the thread.
 //
-// wait(), get() and multiGet() poll, so that they do not block other calls. Thread-safe. Every group wraps its store
-// with of(). While a group is formed over the program's store, call_with_timeout() limits the calls instead.
-class StoreClient : public c10d::Store {
+// get() and multiGet() poll, too. Thread-safe. Every group wraps its store with of(). While a group is formed over the
+// program's store, call_with_timeout() limits the calls instead.
+class StoreClient : public PollingStore {
  public:
   static constexpr char kNoAnswer[] = "the store, in rank 0's process or the launcher's, does not answer";
 
@@ -50,7 +57,6 @@ class StoreClient : public c10d::Store {
   StoreClient(const StoreClient&) = delete;
   StoreClient& operator=(const StoreClient&) = delete;
 
-  c10::intrusive_ptr<c10d::Store> clone() override;
   using Store::set;
   void set(const std::string& key, const std::vector<uint8_t>& value) override;
   using Store::compareSet;
@@ -61,8 +67,6 @@ class StoreClient : public c10d::Store {
   bool deleteKey(const std::string& key) override;
   bool check(const std::vector<std::string>& keys) override;
   int64_t getNumKeys() override;
-  void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
-  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
   void append(const std::string& key, const std::vector<uint8_t>& value) override;
   std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
   void multiSet(const std::vector<std::string>& keys, const std::vector<std::vector<uint8_t>>& values) override;
