@@ -8,7 +8,7 @@
 namespace tessera::internal {
 namespace {
 
-constexpr std::string_view kPrefix = "torch.ops.";
+constexpr std::string_view kPrefix = "torch.ops.", kAten = "aten::";
 
 // Returns whether to refuse an ATen operator. from_file maps any file; most others do not check sizes or indices.
 bool is_refused(std::string_view name) {
@@ -42,38 +42,22 @@ c10::OperatorHandle find_operator(const std::string& target, const std::vector<s
 }
 
 std::optional<TrainingArgument> training_argument(const c10::FunctionSchema& schema) {
-  static constexpr std::string_view kFlags[] = {"aten::dropout",
-                                                "aten::dropout_",
-                                                "aten::feature_dropout",
-                                                "aten::feature_dropout_",
-                                                "aten::alpha_dropout",
-                                                "aten::alpha_dropout_",
-                                                "aten::feature_alpha_dropout",
-                                                "aten::feature_alpha_dropout_",
-                                                "aten::native_dropout",
-                                                "aten::batch_norm",
-                                                "aten::native_batch_norm",
-                                                "aten::cudnn_batch_norm",
-                                                "aten::miopen_batch_norm",
-                                                "aten::_batch_norm_impl_index",
-                                                "aten::_native_batch_norm_legit",
-                                                "aten::_native_batch_norm_legit_functional",
-                                                "aten::instance_norm",
-                                                "aten::rrelu",
-                                                "aten::rrelu_",
-                                                "aten::rrelu_with_noise",
-                                                "aten::rrelu_with_noise_",
-                                                "aten::rrelu_with_noise_functional",
-                                                "aten::lstm",
-                                                "aten::gru",
-                                                "aten::rnn_tanh",
-                                                "aten::rnn_relu"};
-  const std::string& name = schema.name();
+  // Without the suffixes of functional and in-place variants.
+  static constexpr std::string_view kFlags[] = {
+      "dropout",       "native_dropout",          "alpha_dropout", "feature_dropout",
+      "gru",           "feature_alpha_dropout",   "lstm",          "rrelu_with_noise",
+      "rrelu",         "native_batch_norm",       "rnn_tanh",      "cudnn_batch_norm",
+      "rnn_relu",      "miopen_batch_norm",       "batch_norm",    "_batch_norm_impl_index",
+      "instance_norm", "_native_batch_norm_legit"};
+  std::string_view name = schema.name();
+  if (name.starts_with(kAten)) name.remove_prefix(kAten.size());
+  for (const std::string_view suffix : {"_functional", "_"})
+    if (name.ends_with(suffix)) name.remove_suffix(suffix.size());
   if (std::ranges::find(kFlags, name) != std::end(kFlags)) {
     for (const char* argument : {"train", "training", "use_input_stats"})
       if (const auto index = schema.argumentIndexWithName(argument)) return TrainingArgument{size_t(*index), false};
   }
-  if (name.find("scaled_dot_product") != std::string::npos)
+  if (name.find("scaled_dot_product") != std::string_view::npos)
     if (const auto index = schema.argumentIndexWithName("dropout_p")) return TrainingArgument{size_t(*index), true};
   return std::nullopt;
 }
