@@ -39,10 +39,11 @@ void StoreMailbox::leave(const std::string& name, const std::string& text) const
 }
 
 std::optional<std::string> StoreMailbox::find(const std::string& name) const {
-  return reach(name, [&](const std::string& key) -> std::optional<std::string> {
-    if (!store_->check({key})) return std::nullopt;  // get() would block until the text exists
-    return store_->get_to_str(key);
+  static const std::string kAbsent(1, '\0');
+  const std::string text = reach(name, [&](const std::string& key) {
+    return store_->compareSet(key, kAbsent, kAbsent);  // get() would block until the text exists
   });
+  return text == kAbsent ? std::nullopt : std::optional(text);
 }
 
 int64_t StoreMailbox::add(const std::string& name, int64_t amount) const {

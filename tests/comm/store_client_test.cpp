@@ -195,6 +195,28 @@ TEST(StoreClient, AGroupWhoseStoreIsSilentEnds) {
   with_silent_store(2, [](std::shared_ptr<Communicator>& comm) { comm->abort("tested"); });
 }
 
+// As a store from which another rank removes a text while this rank looks for it.
+class EmptiedStore : public c10d::HashStore {
+ public:
+  bool check(const std::vector<std::string>& keys) override {
+    const bool has_keys = HashStore::check(keys);
+    for (const auto& key : keys) HashStore::deleteKey(key);
+    return has_keys;
+  }
+};
+
+TEST(StoreMailbox, FindDoesNotWaitForATextThatWasRemoved) {
+  const auto comm = make_gloo_communicator(c10::make_intrusive<EmptiedStore>(), 0, 1, {.timeout = 2s});
+  const StoreMailbox notes(*comm, "topic");
+  EXPECT_EQ(notes.find("name"), std::nullopt);
+  notes.leave("name", "text");
+  std::optional<std::string> text;
+  EXPECT_EQ(error_of([&] { text = notes.find("name"); }), "");
+  EXPECT_EQ(text, "text");
+  notes.remove("name");
+  EXPECT_EQ(notes.find("name"), std::nullopt);
+}
+
 // Stops a child for longer than any gap that counts.
 TEST(RunClock, StandsStillWhileTheProcessIsStopped) {
   const pid_t child = ::fork();
