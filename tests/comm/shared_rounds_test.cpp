@@ -51,8 +51,9 @@ TEST(SharedRoundsPlan, NothingOverlapsAndLinesAreApart) {
     }
     EXPECT_EQ(plan.bytes(), end);
     EXPECT_LE(plan.bytes(), size_t{1} << 31);
-    EXPECT_LE(plan.most_reduced_numel(), plan.most_numel());
-    EXPECT_GE(plan.most_reduced_numel(), 1 << 13);
+    EXPECT_FALSE(plan.reduces(plan.most_numel() + 1, 1));
+    EXPECT_TRUE(plan.reduces(1 << 9, 1 << 16));
+    EXPECT_EQ(plan.reduces(1 << 9, (1 << 16) + 1), ranks == 2);
   }
 }
 
@@ -421,7 +422,7 @@ TEST(SharedRounds, WhatARankHasGivenOutlivesIt) {
 }
 
 TEST(SharedRounds, TrafficIsThatOfMessages) {
-  for (const int world : {2, 5, 11}) {
+  for (const int world : {2, 3, 5, 11}) {
     std::vector<int64_t> sent[2];
     for (const bool in_memory : {false, true}) {
       InitOptions options;
@@ -439,8 +440,9 @@ TEST(SharedRounds, TrafficIsThatOfMessages) {
             comm->all_reduce(all).wait();
             comm->reduce(all, 1).wait();
             comm->all_reduce(torch::ones({3}, at::kLong), ReduceOp::kMax).wait();
+            comm->all_reduce(torch::ones({(1 << 14) - 1}, at::kDouble)).wait();  // in two steps by messages
             comm->barrier();
-            EXPECT_EQ(comm->traffic().collectives, 6);
+            EXPECT_EQ(comm->traffic().collectives, 7);
             of_ranks[comm->rank()] = comm->traffic().sent_bytes;
           },
           options);

@@ -10,6 +10,7 @@
 #include "core/comm/gloo/gloo_collectives.h"
 #include "core/comm/gloo/memory_transport.h"
 #include "core/comm/rank_order_sum.h"
+#include "core/comm/traffic.h"
 
 namespace tessera::internal {
 
@@ -66,7 +67,7 @@ bool RoundsTransport::carries(const Collective& collective) const {
       return collective.numel <= rounds_.plan().most_numel();
     case Collective::kAllReduce:
     case Collective::kReduce:
-      return collective.numel <= rounds_.plan().most_reduced_numel();
+      return rounds_.plan().reduces(collective.numel, static_cast<int64_t>(collective.full.nbytes()));
     default:
       return false;
   }
@@ -80,7 +81,7 @@ Transport::StartedCollective RoundsTransport::start_collective(const Collective&
   Part part = collective.kind == Collective::kAllGather ? gather(collective) : reduce(collective);
   const bool is_read = part.read != nullptr;
   auto round = rounds_.begin(memory_tag(tag), part.own, std::move(part.expected_bytes), std::move(part.read));
-  return {is_read ? std::make_shared<Message>(*this, std::move(round)) : nullptr, part.sent_bytes};
+  return {is_read ? std::make_shared<Message>(*this, std::move(round)) : nullptr, bytes_sent_as_messages(collective)};
 }
 
 RoundsTransport::Part RoundsTransport::gather(const Collective& collective) const {
@@ -98,7 +99,7 @@ RoundsTransport::Part RoundsTransport::gather(const Collective& collective) cons
     for (size_t peer = 0; peer < shards.size(); place += bytes[peer++])
       if (shards[peer] != nullptr && bytes[peer] > 0) std::memcpy(place, shards[peer], bytes[peer]);
   };
-  return {{shard.const_data_ptr(), shard.nbytes()}, bytes, read, static_cast<int64_t>(shard.nbytes()) * (size() - 1)};
+  return {{shard.const_data_ptr(), shard.nbytes()}, bytes, read};
 }
 
 // In a reduce-scatter, a rank reads only its part of the other ranks' tensors; in other reductions, the whole tensors.
@@ -118,8 +119,7 @@ RoundsTransport::Part RoundsTransport::reduce(const Collective& collective) cons
   const bool gets = (kind != Collective::kReduce || rank() == collective.root) && out.numel() > 0;
   Part part{{full.const_data_ptr(), gives ? full.nbytes() : 0},
             std::vector<uint64_t>(static_cast<size_t>(size()), full.nbytes()),
-            nullptr,
-            bytes_sent_to_reduce(collective)};
+            nullptr};
   if (has_parts) part.own.unread_begin = begin, part.own.unread_bytes = out.nbytes();
   if (gets)
     part.read = [full, out, begin, op](const SharedRounds::Contributions& contributions) {
@@ -132,14 +132,12 @@ RoundsTransport::Part RoundsTransport::reduce(const Collective& collective) cons
   return part;
 }
 
-// Returns the bytes that the reduction would send as messages, so that Traffic does not depend on the transport.
-int64_t RoundsTransport::bytes_sent_to_reduce(const Collective& collective) const {
-  const auto bytes = static_cast<int64_t>(collective.full.nbytes());
-  if (collective.kind == Collective::kReduceScatter) return bytes - static_cast<int64_t>(collective.shard.nbytes());
-  if (collective.kind == Collective::kReduce) return rank() == collective.root ? 0 : bytes;
-  return bytes * (spreads_by_doubling(collective.full, collective.op, size())
-                      ? std::bit_width(static_cast<unsigned>(size() - 1))
-                      : size() - 1);
+// Returns the bytes that messages would send, so that Traffic does not depend on the transport.
+int64_t RoundsTransport::bytes_sent_as_messages(const Collective& collective) const {
+  if (collective.kind != Collective::kAllReduce) return bytes_sent(collective, rank(), size());
+  const bool doubles = spreads_by_doubling(collective.full, collective.op, size());
+  return static_cast<int64_t>(collective.full.nbytes()) *
+         (doubles ? std::bit_width(static_cast<unsigned>(size() - 1)) : size() - 1);
 }
 
 }  // namespace tessera::internal

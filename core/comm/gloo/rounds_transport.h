@@ -28,11 +28,10 @@ class RoundsTransport : public Transport {
     SharedRounds::Contribution own;
     std::vector<uint64_t> expected_bytes;  // bytes that each rank contributes, by rank
     std::function<void(const SharedRounds::Contributions&)> read;
-    int64_t sent_bytes;
   };
   Part gather(const Collective& collective) const;
   Part reduce(const Collective& collective) const;
-  int64_t bytes_sent_to_reduce(const Collective& collective) const;
+  int64_t bytes_sent_as_messages(const Collective& collective) const;
   int rank() const { return memory_->rank(); }
   int size() const { return memory_->board()->ranks(); }
 

@@ -10,14 +10,16 @@ constexpr int64_t kMostNumel = 1 << 16;
 // The limit of the sum of most_numel() over all ranks, which bounds the shared memory.
 constexpr int64_t kMostNumelOfAll = 1 << 21;
 // Above this size, with over two ranks, an all-reduce in two steps copies fewer bytes than an all-reduce in one round.
-constexpr int64_t kMostReducedNumel = 1 << 14;
+constexpr int64_t kMostReducedBytes = 1 << 16;
 
 }  // namespace
 
 SharedRoundsPlan::SharedRoundsPlan(int ranks)
-    : ranks_(ranks),
-      most_numel_(std::min(kMostNumel, kMostNumelOfAll / ranks)),
-      most_reduced_numel_(ranks == 2 ? most_numel_ : std::min(most_numel_, kMostReducedNumel)) {}
+    : ranks_(ranks), most_numel_(std::min(kMostNumel, kMostNumelOfAll / ranks)) {}
+
+bool SharedRoundsPlan::reduces(int64_t numel, int64_t bytes) const {
+  return numel <= most_numel_ && (ranks_ == 2 || bytes <= kMostReducedBytes);
+}
 
 size_t SharedRoundsPlan::entry(uint64_t round, int rank) const {
   return participant(ranks_) +

@@ -28,8 +28,9 @@ class SharedRoundsPlan {
 
   // Largest full tensor of an all-gather or reduce-scatter, in elements.
   int64_t most_numel() const { return most_numel_; }
-  // Largest full tensor of an all-reduce or reduce, in elements. Each rank reads the full tensors of all other ranks.
-  int64_t most_reduced_numel() const { return most_reduced_numel_; }
+  // Whether a full tensor is small enough for an all-reduce or reduce, in which each rank reads the full tensors of all
+  // other ranks. With over two ranks, the limit is that of an all-reduce that sends whole tensors as messages.
+  bool reduces(int64_t numel, int64_t bytes) const;
 
   size_t arrivals(uint64_t round) const { return kLineBytes * (round % kRounds); }
   size_t participant(int rank) const { return kLineBytes * (kRounds + static_cast<size_t>(rank)); }
@@ -40,7 +41,7 @@ class SharedRoundsPlan {
 
  private:
   const int ranks_;
-  const int64_t most_numel_, most_reduced_numel_;
+  const int64_t most_numel_;
 };
 
 // Assigns this rank's slots to rounds. Uses the lowest free slot, so that few rounds in flight touch little memory.
