@@ -46,11 +46,10 @@ TraceAppender::TraceAppender(std::string path)
         return ::open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0644);
       })) {
   try {
-    if (descriptor_ < 0) fail("cannot write " + path_ + ": " + error_text(errno));
-    if (retried([&] { return ::flock(descriptor_, LOCK_EX); }) != 0)
-      fail("cannot write " + path_ + ": " + error_text(errno));
     struct stat status {};
-    if (::fstat(descriptor_, &status) != 0) fail("cannot write " + path_ + ": " + error_text(errno));
+    if (descriptor_ < 0 || retried([&] { return ::flock(descriptor_, LOCK_EX); }) != 0 ||
+        ::fstat(descriptor_, &status) != 0)
+      fail("cannot write " + path_ + ": " + error_text(errno));
     std::string text(kTraceBegin.size(), '\0');
     const ssize_t bytes = S_ISREG(status.st_mode) ? read_at(text.data(), text.size(), 0) : -1;
     if (bytes < 0 || !is_begin_of_trace(std::string_view(text).substr(0, static_cast<size_t>(bytes))))
@@ -112,16 +111,16 @@ void TraceAppender::truncate(int64_t bytes) const {
 }
 
 int64_t TraceAppender::number_of(const std::string& run) const {
-  std::vector<std::string> runs;
+  const nlohmann::json::json_pointer kRun("/args/run");
+  std::vector<nlohmann::json> runs;
   std::ifstream file(path_, std::ios::binary);
   for (std::string line; std::getline(file, line);) {
-    if (line.compare(1, kRankBegin.size(), kRankBegin) != 0) continue;
+    if (line.empty() || line.compare(1, kRankBegin.size(), kRankBegin) != 0) continue;
     const auto event = nlohmann::json::parse(line.substr(1), nullptr, /*allow_exceptions=*/false);
-    if (event.is_discarded() || !event.contains("args")) continue;  // the file was edited, which merge_traces() reports
-    const auto id = event["args"].value("run", "");
-    if (std::ranges::find(runs, id) == runs.end()) runs.push_back(id);
+    if (!event.contains(kRun)) continue;  // the file was edited, which merge_traces() reports
+    if (std::ranges::find(runs, event[kRun]) == runs.end()) runs.push_back(event[kRun]);
   }
-  return std::ranges::find(runs, run) - runs.begin();
+  return std::ranges::find(runs, nlohmann::json(run)) - runs.begin();
 }
 
 void TraceAppender::append(std::string lines) {

@@ -173,6 +173,16 @@ TEST_F(MergeTraces, WhatIsBrokenIsNamed) {
   expect_error({at("out.json")}, {"out.json is a merged trace"}, "other.json");
 }
 
+TEST_F(MergeTraces, EditedFilesAreAppendedTo) {
+  auto text = file_bytes(a_);
+  text.resize(text.rfind(kTraceEnd));
+  for (const char* line : {"\n", ",\n", ",{\"name\":\"tessera_trace\",\"args\":7}\n",
+                           ",{\"name\":\"tessera_trace\",\"args\":{\"run\":7}}\n"}) {
+    const TraceAppender appender(folder_.write("edited.json", text + line + std::string(kTraceEnd)));
+    EXPECT_EQ(appender.number_of("one"), 0) << line;
+  }
+}
+
 // A file that may not grow simulates a full disk.
 TEST_F(MergeTraces, AppendsAllOrNothingAndToTracesAlone) {
   const auto before = file_bytes(a_);
