@@ -122,8 +122,11 @@ int64_t EventWriter::dropped() const {
 
 bool EventWriter::write() {
   flushed_ = Clock::now();
-  // Appends only whole records, because an incomplete record would hide all later records from readers.
-  const auto [error_number, is_whole] = append_all(descriptor_, kept_, written_bytes_);
+  // Appends only to whole records, because an incomplete record would hide all later records from readers.
+  is_whole_ = is_whole_ || retried([&] { return ::ftruncate(descriptor_, written_bytes_); }) == 0;
+  const auto [error_number, is_whole] =
+      is_whole_ ? append_all(descriptor_, kept_, written_bytes_) : Appended{errno, false};
+  is_whole_ = is_whole;
   if (error_number == 0) {
     written_bytes_ += std::ssize(kept_);
     kept_.clear();

@@ -67,7 +67,7 @@ class EventWriter {
   int64_t written_bytes_ = 0;  // size of the file's complete records
   std::string kept_;           // records that are not written yet
   Clock::time_point flushed_ = Clock::now();
-  bool fails_ = false;
+  bool fails_ = false, is_whole_ = true;  // is_whole_: the file ends with a whole record
   int64_t dropped_ = 0;
 };
 

@@ -3,8 +3,12 @@
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <cmath>
 #include <csignal>
 #include <cstring>
@@ -12,6 +16,15 @@
 #include <vector>
 
 #include "tests/support/temporary_folder.h"
+
+static std::atomic<bool> can_truncate = true;
+
+// Replaces the system's function in this program.
+extern "C" int ftruncate(int file, off_t bytes) noexcept {
+  if (can_truncate) return static_cast<int>(::syscall(SYS_ftruncate, file, bytes));
+  errno = EIO;
+  return -1;
+}
 
 namespace tessera::event_writer_test {
 using namespace internal;
@@ -151,6 +164,32 @@ TEST(EventWriter, AFullDiskIsToldOnceAndLeavesWholeRecords) {
   const auto records = records_in(file_bytes(events.path()));
   ASSERT_EQ(records.size(), 4u);
   EXPECT_EQ(point_of(records[2]).step, 2);
+}
+
+// The disk is full within a record, and the file system does not truncate the file until later.
+TEST(EventWriter, AnIncompleteRecordIsRemovedBeforeTheNextOne) {
+  const TemporaryFolder folder;
+  std::string problem;
+  EventWriter events(folder.path(), {.on_failure = [&](const std::string& text) { problem = text; }});
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  auto* const handler = std::signal(SIGXFSZ, SIG_IGN);
+  rlimit full = before;
+  full.rlim_cur = std::filesystem::file_size(events.path()) + 10;
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &full), 0);
+  can_truncate = false;
+  events.scalar("loss", 1, 1);
+  const bool first = events.flush();
+  setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  const bool second = events.flush();
+  can_truncate = true;
+  EXPECT_FALSE(first || second);
+  EXPECT_NE(problem.find("it ends in a part of a record"), std::string::npos) << problem;
+  EXPECT_TRUE(events.flush());
+  const auto records = records_in(file_bytes(events.path()));
+  ASSERT_EQ(records.size(), 2u);
+  EXPECT_EQ(point_of(records[1]).step, 1);
 }
 
 TEST(EventWriter, AFolderThatCannotBeIsNamed) {
