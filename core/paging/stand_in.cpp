@@ -44,7 +44,7 @@ constexpr LinearForm kLinearForms[] = {{"aten::linear", 0, 1, 2, false},
 
 // If a stand-in computes the operator itself, returns the result; otherwise returns an undefined tensor.
 at::Tensor computed_by_stand_in(const c10::FunctionSchema& schema, torch::jit::Stack::const_iterator arguments) {
-  if (schema.name() == "aten::t") {
+  if (schema.name() == "aten::t" && arguments[0].toTensor().dim() == 2) {
     const at::Tensor& tensor = arguments[0].toTensor();
     const at::Tensor view = stand_in_view(stand_in_of(tensor), page_state_of(tensor)->name, tensor.device(),
                                           tensor.scalar_type(), {tensor.size(1), tensor.size(0)});

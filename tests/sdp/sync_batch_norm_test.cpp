@@ -197,6 +197,7 @@ TEST(SyncBatchNorm, MistakesAreNamed) {
     torch::nn::BatchNorm1d converted(4);
     EXPECT_EQ(convert_sync_batch_norm(*converted, *comm), 1);
     EXPECT_TRUE(torch::equal(converted->running_mean + 1, torch::ones({4})));
+    EXPECT_TRUE(torch::equal(converted->running_mean.t(), torch::zeros({4})));
     expect_contains(error_of<std::logic_error>([&] { converted->reset_running_stats(); }),
                     "'running_mean', which is a BatchNorm's over all ranks: only its values can be used");
     SyncBatchNorm norm(torch::nn::BatchNormOptions(4), *comm);
