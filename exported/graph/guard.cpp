@@ -315,6 +315,10 @@ c10::IValue Guard::evaluate(const Node& node, const std::vector<c10::IValue>& in
   return node.function(operands);
 }
 
-bool Guard::holds(const std::vector<c10::IValue>& inputs) const { return is_true(evaluate(node_, inputs)); }
+bool Guard::holds(const std::vector<c10::IValue>& inputs) const try {
+  return is_true(evaluate(node_, inputs));
+} catch (const c10::Error& error) {
+  throw std::invalid_argument("the guard " + text_ + " cannot be evaluated: " + error.what_without_backtrace());
+}
 
 }  // namespace tessera::internal

@@ -238,6 +238,22 @@ TEST(Archive, GuardsThatCannotBeReadAreNamed) {
   }
 }
 
+// In Python such a guard raises ZeroDivisionError.
+TEST(Archive, GuardsThatCannotBeEvaluatedAreNamed) {
+  for (const std::string guard : {"8 % L['x'].size()[0] == 0", "8 / L['x'].size()[0] == 2",
+                                  "8 // L['x'].size()[0] == 2", "1.5 | L['x'].size()[0] == 0"}) {
+    Changed archive("guarded");
+    archive.program["guards_code"] = {guard};
+    archive.program["range_constraints"] = json::object();
+    const auto model = archive.loaded();
+    const auto forward = [&](int64_t x) {
+      model->forward(at::ones({x, 4}), ExportedValue::dict({{"rows", at::ones({3, 4})}}));
+    };
+    expect_contains(error_of<std::invalid_argument>([&] { forward(0); }),
+                    "the guard " + guard + " cannot be evaluated");
+  }
+}
+
 json& arguments_of(Changed& archive, const std::string& operation) {
   for (json& node : archive.nodes())
     if (node["target"].get<std::string>().find(operation) != std::string::npos) return node["inputs"];
