@@ -231,7 +231,7 @@ Archive::Archive(const std::filesystem::path& path)
 
 const ArchiveMember& Archive::member(const std::string& name) const {
   const auto found = members_.find(name);
-  if (found == members_.end()) throw ExportedError(where_ + ": has no '" + name + "'");
+  if (found == members_.end()) throw ExportedError("it has no '" + name + "'");
   return found->second;
 }
 

@@ -21,6 +21,16 @@ constexpr int kMaxArchiveDepth = 400;
   throw ExportedError("the field '" + std::string(name) + "' " + reason);
 }
 
+template <class Convert>
+auto converted_field(const json& object, const char* name, Convert convert) {
+  const json& value = field(object, name);
+  try {
+    return convert(value);
+  } catch (const ExportedError& error) {
+    refuse_field(name, std::string("is ") + value.type_name() + ": " + error.what());
+  }
+}
+
 }  // namespace
 
 const json& field(const json& object, const char* name) {
@@ -42,15 +52,9 @@ const json& object_field(const json& object, const char* name) {
   return value;
 }
 
-std::string text_field(const json& object, const char* name) {
-  const json& value = field(object, name);
-  if (!value.is_string()) refuse_field(name, "is not a text");
-  return value.get<std::string>();
-}
-
-int64_t int_field(const json& object, const char* name) { return int_of(field(object, name)); }
-
-bool bool_field(const json& object, const char* name) { return bool_of(field(object, name)); }
+std::string text_field(const json& object, const char* name) { return converted_field(object, name, text_of); }
+int64_t int_field(const json& object, const char* name) { return converted_field(object, name, int_of); }
+bool bool_field(const json& object, const char* name) { return converted_field(object, name, bool_of); }
 
 json parse_archive_json(std::string_view text, const std::string& where) {
   try {

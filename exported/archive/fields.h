@@ -11,8 +11,8 @@
 namespace tessera::internal {
 
 // Checked access to the JSON of an archive, which may be damaged or hostile. If a field is missing or has another type,
-// these functions throw ExportedError. For a missing field, the text has its name. They ignore unknown fields, because
-// a newer minor version of the schema (torch/_export/serde/schema.py) may add fields.
+// these functions throw ExportedError with its name. They ignore unknown fields, because a newer minor version of the
+// schema (torch/_export/serde/schema.py) may add fields.
 
 const nlohmann::json& field(const nlohmann::json& object, const char* name);
 const nlohmann::json& list_field(const nlohmann::json& object, const char* name);

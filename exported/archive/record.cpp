@@ -20,8 +20,9 @@ ExportRecord ExportRecord::read(const Archive& archive) {
   auto& own = record.modes.emplace();
   own.training = bool_field(modes, "training");
   for (std::string& fqn : texts_of(list_field(modes, "always"))) own.always.insert(std::move(fqn));
-  for (const auto& [fqn, mode] : object_field(modes, "pinned").items()) own.pinned[fqn] = bool_of(mode);
-  for (const auto& [fqn, why] : object_field(modes, "fixed").items()) own.fixed[fqn] = text_of(why);
+  const json &pinned = object_field(modes, "pinned"), &fixed = object_field(modes, "fixed");
+  for (const auto& [fqn, mode] : pinned.items()) own.pinned[fqn] = bool_field(pinned, fqn.c_str());
+  for (const auto& [fqn, why] : fixed.items()) own.fixed[fqn] = text_field(fixed, fqn.c_str());
   return record;
 }
 

@@ -45,9 +45,9 @@ std::optional<int64_t> extent_of(const ExportedTensor& tensor) {
 }
 
 ExportedTensor read_tensor(const Archive& archive, const std::string& name, const json& entry,
-                           const std::string& folder) {
+                           const std::string& folder) try {
   if (bool_field(entry, "use_pickle"))
-    throw ExportedError("'" + name + "' is pickled, which is not read: it is a custom object or a subclass of Tensor");
+    throw ExportedError("it is pickled, which is not read: it is a custom object or a subclass of Tensor");
   const json& meta = object_field(entry, "tensor_meta");
   ExportedTensor tensor{name,
                         dtype_of_export(field(meta, "dtype")),
@@ -59,15 +59,16 @@ ExportedTensor read_tensor(const Archive& archive, const std::string& name, cons
   tensor.storage = archive.member(tensor.storage_name);
   if (layout_of_export(field(meta, "layout")) != static_cast<int64_t>(at::kStrided) ||
       tensor.sizes.size() != tensor.strides.size())
-    throw ExportedError("'" + name + "' is not an ordinary dense tensor");
+    throw ExportedError("it is not an ordinary dense tensor");
   const auto extent = extent_of(tensor);
   const int64_t held = tensor.storage.bytes / static_cast<int64_t>(c10::elementSize(tensor.dtype));
   if (!extent || !tensor_bytes(tensor.sizes, tensor.dtype) || tensor.offset < 0 ||
       (tensor.storage.bytes > 0 && *extent > 0 && (tensor.offset > held || *extent > held - tensor.offset)))
-    throw ExportedError("'" + name + "' reaches beyond its storage of " + std::to_string(tensor.storage.bytes) +
-                        " bytes");
+    throw ExportedError("it reaches beyond its storage of " + std::to_string(tensor.storage.bytes) + " bytes");
   return tensor;
 }
+} catch (const ExportedError& error) {
+  throw ExportedError("'" + name + "': " + error.what());
 
 }  // namespace
 

@@ -315,7 +315,7 @@ TEST(Archive, NothingIsUnpickled) {
   json config = json::parse(text);
   config["config"]["base.weight"]["use_pickle"] = true;
   text = config.dump();
-  expect_contains(pickled.error(), "'base.weight' is pickled");
+  expect_contains(pickled.error(), "'base.weight': it is pickled");
 }
 
 TEST(Archive, TensorsStayInsideTheirStorage) {
@@ -327,7 +327,7 @@ TEST(Archive, TensorsStayInsideTheirStorage) {
     text = config.dump();
     return archive.error();
   };
-  const std::string beyond = "'base.weight' reaches beyond its storage of 144 bytes";
+  const std::string beyond = "'base.weight': it reaches beyond its storage of 144 bytes";
   expect_contains(error_with([](json& meta) { meta["sizes"][0]["as_int"] = 7; }), beyond);
   expect_contains(error_with([](json& meta) { meta["strides"][0]["as_int"] = 600; }), beyond);
   expect_contains(error_with([](json& meta) { meta["strides"][0]["as_int"] = INT64_MAX; }), beyond);
@@ -336,7 +336,11 @@ TEST(Archive, TensorsStayInsideTheirStorage) {
   expect_contains(error_with([](json& meta) { meta["dtype"] = 8; }), beyond);
   expect_contains(error_with([](json& meta) { meta["dtype"] = 99; }), "there is no dtype 99");
   expect_contains(error_with([](json& meta) { meta["sizes"][0]["as_int"] = -1; }), "is negative");
-  expect_contains(error_with([](json& meta) { meta["layout"] = 1; }), "is not an ordinary dense tensor");
+  expect_contains(error_with([](json& meta) { meta["layout"] = 1; }), "it is not an ordinary dense tensor");
+  expect_contains(error_with([](json& meta) { meta["sizes"][0]["as_int"] = "6"; }),
+                  "'base.weight': the field 'as_int' is string: an integer was expected");
+  expect_contains(error_with([](json& meta) { meta["requires_grad"] = 1; }),
+                  "'base.weight': the field 'requires_grad' is number: true or false was expected");
 }
 
 // Operators that open files, or that trust sizes and indices.
