@@ -4,6 +4,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 
+#include <cstring>
 #include <set>
 
 #include <tessera/errors.h>
@@ -66,9 +67,9 @@ ExportedTensor read_tensor(const Archive& archive, const std::string& name, cons
       (tensor.storage.bytes > 0 && *extent > 0 && (tensor.offset > held || *extent > held - tensor.offset)))
     throw ExportedError("it reaches beyond its storage of " + std::to_string(tensor.storage.bytes) + " bytes");
   return tensor;
-}
 } catch (const ExportedError& error) {
   throw ExportedError("'" + name + "': " + error.what());
+}
 
 }  // namespace
 
@@ -138,11 +139,23 @@ struct WeightFiles::Files {
       for (const std::string& alias : tensor.aliases) canonical[alias] = name;
   }
 
-  void read(const std::string& name, const ExportedTensor& tensor, Range elements, void* target) {
+  // Throws ExportedError if the tensor was saved under several names and its values differ.
+  void read(const std::set<std::string>& names, const ExportedTensor& tensor, Range elements, void* target) {
     const int64_t before = reader.bytes_read();
-    for (const Segment& segment : segments_of(tensor.sizes, tensor.strides, elements))
-      reader.want(name, segment.box, target, tensor.strides, elements.begin);
-    reader.fetch();
+    const std::string& first = *names.begin();
+    std::string other;
+    for (const std::string& name : names) {
+      const at::ScalarType dtype = saved.tensors.at(name).dtype;
+      if (name != first) other.resize(static_cast<size_t>(elements.numel()) * c10::elementSize(dtype));
+      void* const to = name == first ? target : other.data();
+      for (const Segment& segment : segments_of(tensor.sizes, tensor.strides, elements))
+        reader.want(name, segment.box, to, tensor.strides, elements.begin);
+      reader.fetch();
+      if (name != first &&
+          (dtype != saved.tensors.at(first).dtype || std::memcmp(other.data(), target, other.size()) != 0))
+        throw ExportedError("'" + first + "' and '" + name + "' are tied in the model, saved with other values " +
+                            "(ExportedOptions::weight_name maps both to one)");
+    }
     *bytes_read += reader.bytes_read() - before;
   }
 };
@@ -153,22 +166,21 @@ WeightFiles::WeightFiles(const std::filesystem::path& path, std::shared_ptr<std:
 WeightFiles::~WeightFiles() = default;
 
 std::optional<WeightSource> WeightFiles::find(const std::vector<std::string>& names, const ExportedTensor& tensor) {
-  std::optional<std::string> found;
+  std::set<std::string> found;  // several if a tied tensor was saved under each of its names
   for (const std::string& name : names) {
     const auto alias = files_->canonical.find(name);
-    const std::string own = alias == files_->canonical.end() ? name : alias->second;
-    if (!files_->saved.tensors.contains(own)) continue;
-    files_->used.insert(own);
-    if (!found) found = own;
+    const auto own = files_->saved.tensors.find(alias == files_->canonical.end() ? name : alias->second);
+    if (own == files_->saved.tensors.end()) continue;
+    if (own->second.shape != tensor.sizes)
+      throw ExportedError("'" + own->first + "' is " + to_string(own->second.shape) +
+                          " in the weights, the model has " + to_string(tensor.sizes));
+    found.insert(own->first);
   }
-  if (!found) return std::nullopt;
-  const SavedTensor& saved = files_->saved.tensors.at(*found);
-  if (saved.shape != tensor.sizes)
-    throw ExportedError("'" + *found + "' is " + to_string(saved.shape) + " in the weights, the model has " +
-                        to_string(tensor.sizes));
-  return WeightSource{saved.dtype, [files = files_, name = *found, tensor](Range elements, void* target) {
-                        files->read(name, tensor, elements, target);
-                      }};
+  if (found.empty()) return std::nullopt;
+  files_->used.insert(found.begin(), found.end());
+  return WeightSource{
+      files_->saved.tensors.at(*found.begin()).dtype,
+      [files = files_, found, tensor](Range elements, void* target) { files->read(found, tensor, elements, target); }};
 }
 
 std::vector<std::string> WeightFiles::unused() const {

@@ -67,7 +67,9 @@ class WeightFiles {
   WeightFiles(const std::filesystem::path& path, std::shared_ptr<std::atomic<int64_t>> bytes_read);
   ~WeightFiles();
 
-  // Returns a source for the first of `names` in the files, or nullopt. Throws ExportedError if the sizes differ.
+  // Returns a source for a tensor with these tied names, or nullopt if the files have none of them. Throws
+  // ExportedError if the sizes differ. The source throws ExportedError if the files have different values under these
+  // names.
   std::optional<WeightSource> find(const std::vector<std::string>& names, const ExportedTensor& tensor);
   // Returns the names of the tensors in the files that no call of find() has requested.
   std::vector<std::string> unused() const;

@@ -91,6 +91,33 @@ TEST(Weights, NamesThatDoNotFitAreRefused) {
   EXPECT_THROW(load_exported(meta_archive(), {.weights = "nowhere.safetensors"}), CheckpointError);
 }
 
+// Other programs save a tied tensor under each of its names.
+TEST(Weights, TiedNamesWithOtherValuesAreRefused) {
+  const TemporaryFolder folder;
+  const auto expected = load_exported(meta_archive(), {.weights = meta_weights()});
+  auto tensors = list_full(meta_weights());
+  for (const auto& name : {"embed.weight", "head.weight"})
+    if (std::ranges::find(tensors, name, &FullTensor::name) == tensors.end())
+      tensors.push_back({name, at::kFloat, {23, 12}});
+  const auto saved = [&](const std::string& file, const std::function<void(at::Tensor&)>& change_head) {
+    write_full(folder / file, tensors,
+               [&](const FullTensor& tensor) {
+                 at::Tensor values = expected->named_parameters()[tensor.name].detach().clone();
+                 if (tensor.name == "head.weight") change_head(values);
+                 return values;
+               },
+               {}, {});
+    return folder / file;
+  };
+  const auto equal = saved("equal.safetensors", [](at::Tensor&) {});
+  const auto other = saved("other.safetensors", [](at::Tensor& head) { head[22][11] += 1; });
+  expect_same_values(*expected, *load_exported(meta_archive(), {.weights = equal}));
+  const std::string error = "'embed.weight' and 'head.weight' are tied in the model, saved with other values";
+  expect_contains(error_of<ExportedError>([&] { load_exported(meta_archive(), {.weights = other}); }), error);
+  const auto later = deferred([&] { return load_exported(meta_archive(), {.weights = other}); });
+  expect_contains(error_of<ExportedError>([&] { materialize(*later); }), error);
+}
+
 TEST(Weights, AreConverted) {
   const auto expected = load_exported(meta_archive(), {.weights = meta_weights()});
   const auto half = load_exported(meta_archive(), {.weights = meta_weights(), .parameter_dtype = at::kBFloat16});
