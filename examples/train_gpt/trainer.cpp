@@ -27,7 +27,7 @@ int64_t sequences_of_step(const TrainOptions& options, int ranks) { return ranks
 
 namespace {
 
-// With kKeep, fewer ranks than `first_ranks` run more micro-batches, to keep the number of sequences of a step.
+// With kKeep, fewer ranks than `first_ranks` run more micro-batches, so that a step has at least as many sequences.
 BatchShape shape_of(const TrainOptions& options, int ranks, int first_ranks) {
   const bool keeps = options.elastic && options.elastic_batch == ElasticBatch::kKeep;
   const int64_t passes = keeps ? (first_ranks * options.accumulate + ranks - 1) / ranks : options.accumulate;
