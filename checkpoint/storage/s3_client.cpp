@@ -158,7 +158,7 @@ struct S3Client::Connections {
       }
     }
     CURL* handle = curl_easy_init();
-    if (handle == nullptr) throw S3Unanswered(0, "libcurl has no memory");
+    if (handle == nullptr) throw S3Unanswered("libcurl has no memory");
     return handle;
   }
   void put_back(CURL* handle) {
@@ -276,7 +276,7 @@ S3Response S3Client::send_once(const S3Request& request, std::string& fault) con
     long connections_made = 0;
     curl_easy_getinfo(handle, CURLINFO_NUM_CONNECTS, &connections_made);
     const bool is_left_over = code == CURLE_UNSUPPORTED_PROTOCOL && connections_made == 0;
-    if (!may_pass(code) && !is_left_over) throw S3Unanswered(0, reason);
+    if (!may_pass(code) && !is_left_over) throw S3Unanswered(reason);
     fault = reason;
     return {};
   }
@@ -298,12 +298,11 @@ S3Response S3Client::send(const S3Request& request) const {
     std::string fault;
     S3Response response = send_once(request, fault);
     if (fault.empty()) {
-      if (response.status / 100 == 2 || response.status == 404) return response;
-      if (response.status == 416) throw S3Error(response.status, told(response));
-      throw S3Unanswered(response.status, told(response));
+      const bool is_outside = response.status == 416 && !request.range.empty();
+      if (response.status / 100 == 2 || response.status == 404 || is_outside) return response;
+      throw S3Unanswered(told(response));
     }
-    if (attempt >= attempts_)
-      throw S3Unanswered(response.status, fault + " (after " + std::to_string(attempt) + " attempts)");
+    if (attempt >= attempts_) throw S3Unanswered(fault + " (after " + std::to_string(attempt) + " attempts)");
     std::this_thread::sleep_for(pause * std::uniform_real_distribution<>(0.5, 1.0)(random));
   }
 }

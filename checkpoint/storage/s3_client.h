@@ -37,14 +37,10 @@ struct S3Response {
   std::map<std::string, std::string> headers;  // names in lower case
 };
 
-// A request that failed, after any retries. The status is of HTTP, or 0 if no HTTP status tells the reason.
+// A request that failed, after any retries.
 class S3Error : public std::runtime_error {
  public:
-  S3Error(long status, const std::string& what) : std::runtime_error(what), status_(status) {}
-  long status() const { return status_; }
-
- private:
-  const long status_;
+  using std::runtime_error::runtime_error;
 };
 
 // The service sent no usable answer, so the error does not mean that the object is damaged.
@@ -64,7 +60,7 @@ class S3Client {
   S3Client(const S3Client&) = delete;
   S3Client& operator=(const S3Client&) = delete;
 
-  // Returns an answer with status 2xx or 404. Throws S3Error for 416 (range outside the object), else S3Unanswered.
+  // Returns an answer with status 2xx, 404 or, for a range outside the object, 416. Throws S3Unanswered for others.
   S3Response send(const S3Request& request) const;
 
  private:

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <charconv>
 #include <cstring>
 #include <deque>
 #include <future>
@@ -33,24 +34,27 @@ auto told_of(const fs::path& path, FileAction action, ThrowFailure fail, Work wo
   }
 }
 
+// Returns the file's size, from the header Content-Range: "bytes 0-65535/403177472". Throws S3Error if the header is
+// not that of an answer whose bytes begin at `begin`.
+int64_t size_of(S3Response& response, int64_t begin) {
+  const std::string &range = response.headers["content-range"], expected = "bytes " + std::to_string(begin) + "-";
+  int64_t size = -1;
+  if (const size_t slash = range.find('/'); range.starts_with(expected) && slash != std::string::npos)
+    std::from_chars(range.data() + slash + 1, range.data() + range.size(), size);
+  if (size >= begin + response.body_bytes) return size;
+  throw S3Error("gave the Content-Range '" + range + "'; expected '" + expected + "<last byte>/<size>'");
+}
+
 // Reads an object. Caches recently read windows of the file, so that several small reads need only one request.
 class S3Input : public InputFile {
  public:
   S3Input(const fs::path& path, std::shared_ptr<S3Client> client, ThrowFailure fail)
       : InputFile(path), client_(std::move(client)), location_(s3_location(path.native())), fail_(fail) {
     told_of(path, FileAction::kOpen, fail_, [&] {
-      S3Response response;
-      try {
-        response = client_->send({.method = "GET", .location = location_, .range = range_text(0, kFirstBytes)});
-      } catch (const S3Error& error) {
-        if (error.status() != 416) throw;  // 416: the file is empty
-        return;
-      }
-      if (response.status == 404) throw S3Error(404, "there is no such object");
-      const std::string& range = response.headers["content-range"];  // such as "bytes 0-65535/403177472"
-      const size_t slash = range.find('/');
-      bytes_ = response.status == 206 && slash != std::string::npos ? std::stoll(range.substr(slash + 1))
-                                                                    : response.body_bytes;
+      auto response = client_->send({.method = "GET", .location = location_, .range = range_text(0, kFirstBytes)});
+      if (response.status == 416) return;  // the file is empty
+      if (response.status == 404) throw S3Error("there is no such object");
+      bytes_ = response.status == 206 ? size_of(response, 0) : response.body_bytes;
       tag_ = response.headers["etag"];
       windows_.push_back({0, std::make_shared<const std::string>(std::move(response.body))});
     });
@@ -61,7 +65,7 @@ class S3Input : public InputFile {
   void read(void* data, int64_t bytes, int64_t position) const override {
     if (bytes == 0) return;
     told_of(path(), FileAction::kRead, fail_, [&] {
-      if (position + bytes > bytes_) throw S3Error(0, "ends at byte " + std::to_string(bytes_));
+      if (position + bytes > bytes_) throw S3Error("ends at byte " + std::to_string(bytes_));
       char* to = static_cast<char*>(data);
       if (take(to, bytes, position)) return;
       if (bytes >= kWindowBytes) return fetch(to, bytes, position);
@@ -102,11 +106,11 @@ class S3Input : public InputFile {
                                    .range = range_text(position, position + bytes),
                                    .target = to,
                                    .target_bytes = bytes});
-    if (response.status == 404) throw S3Error(404, "was removed while it was read");
+    if (response.status == 404) throw S3Error("was removed while it was read");
     if (response.status != 206 || response.body_bytes != bytes)
-      throw S3Error(response.status,
-                    "gave " + std::to_string(response.body_bytes) + " bytes; expected " + std::to_string(bytes));
-    if (response.headers["etag"] != tag_) throw S3Error(0, "was replaced while it was read");
+      throw S3Error("gave " + std::to_string(response.body_bytes) + " bytes; expected " + std::to_string(bytes));
+    if (response.headers["etag"] != tag_ || size_of(response, position) != bytes_)
+      throw S3Error("was replaced while it was read");
   }
 
   const std::shared_ptr<S3Client> client_;
@@ -168,7 +172,7 @@ class S3Output : public OutputFile {
 
  private:
   static S3Response put(S3Response response) {
-    if (response.status == 404) throw S3Error(404, "404 NoSuchBucket: there is no such bucket");
+    if (response.status == 404) throw S3Error("404 NoSuchBucket: there is no such bucket");
     return response;
   }
 
@@ -177,7 +181,7 @@ class S3Output : public OutputFile {
       if (first_.empty()) {
         const auto response = put(client_->send({.method = "POST", .location = location_, .query = {{"uploads", ""}}}));
         const auto ids = xml_texts(response.body, "UploadId");
-        if (ids.empty()) throw S3Error(response.status, "the service gave no UploadId");
+        if (ids.empty()) throw S3Error("the service gave no UploadId");
         upload_id_ = ids[0];
         first_ = std::move(part_);
         tags_.emplace_back();
@@ -195,7 +199,7 @@ class S3Output : public OutputFile {
                                    .location = location_,
                                    .query = {{"partNumber", std::to_string(number)}, {"uploadId", upload_id_}},
                                    .body = part});
-    if (response.status == 404) throw S3Error(404, "the upload was aborted by somebody else");
+    if (response.status == 404) throw S3Error("the upload was aborted by somebody else");
     return response.headers["etag"];
   }
 
@@ -223,7 +227,7 @@ class S3Output : public OutputFile {
         client_->send({.method = "POST", .location = location_, .query = {{"uploadId", upload_id_}}, .body = list});
     // If the answer to the first attempt was lost, the retry returns 404, although the file exists.
     if (response.status == 404 && client_->send({.method = "HEAD", .location = location_}).status != 200)
-      throw S3Error(404, "the upload was aborted by somebody else");
+      throw S3Error("the upload was aborted by somebody else");
   }
 
   const fs::path path_;
@@ -253,14 +257,10 @@ class S3Storage : public Storage {
   }
   std::string beginning(const fs::path& path, int64_t max_bytes) const override {
     return told_of(path, FileAction::kRead, fail_, [&] {
-      try {
-        const auto response =
-            client_->send({.method = "GET", .location = s3_location(path.native()), .range = range_text(0, max_bytes)});
-        return response.status == 404 ? std::string() : response.body.substr(0, static_cast<size_t>(max_bytes));
-      } catch (const S3Error& error) {
-        if (error.status() != 416) throw;  // 416: the file is empty
-        return std::string();
-      }
+      const auto response =
+          client_->send({.method = "GET", .location = s3_location(path.native()), .range = range_text(0, max_bytes)});
+      const bool is_empty = response.status == 404 || response.status == 416;
+      return is_empty ? std::string() : response.body.substr(0, static_cast<size_t>(max_bytes));
     });
   }
   bool exists(const fs::path& file) const override {
@@ -294,7 +294,7 @@ class S3Storage : public Storage {
         request.query.emplace_back("list-type", "2");
         request.query.emplace_back("prefix", prefix);
         const auto response = client_->send(request);
-        if (response.status == 404) throw S3Error(404, "there is no bucket '" + location.bucket + "'");
+        if (response.status == 404) throw S3Error("there is no bucket '" + location.bucket + "'");
         std::vector<std::string> keys = xml_texts(response.body, "Key");
         for (const auto& group : xml_texts(response.body, "CommonPrefixes"))
           for (auto& key : xml_texts(group, "Prefix")) keys.push_back(std::move(key));

@@ -81,6 +81,10 @@ class Faults(http.server.BaseHTTPRequestHandler):
             return self.reset()
         self.send_response(response.status)
         for name, value in response.getheaders():
+            if name.lower() == "content-range" and fault == "no size":
+                value = value.split("/")[0] + "/*"
+            if name.lower() == "content-range" and fault == "other range":
+                value = "bytes 1-2/3"
             if name.lower() not in ("connection", "server", "date", "transfer-encoding", "content-length"):
                 self.send_header(name, value)
         length = response.getheader("Content-Length") if self.command == "HEAD" else len(content)
@@ -257,6 +261,14 @@ class S3(unittest.TestCase):
         self.train("s3://bucket/lost", 2, 2, endpoint=endpoint, AWS_MAX_ATTEMPTS="2")
         self.assertGreaterEqual(len(lost), 2)  # curl itself repeats requests lost on a reused connection
         self.run_words(COMMAND, "verify", "s3://bucket/lost")
+
+    def test_ranges_that_were_not_requested_are_refused(self):
+        self.train("s3://bucket/ranges", 1, 2)
+        for fault in ("no size", "other range"):
+            _, endpoint = self.proxy(lambda method, path, fault=fault: fault if method == "GET" and "rank-" in path else None)
+            told = self.run_words(COMMAND, "verify", "s3://bucket/ranges/step-1", endpoint=endpoint, code=1)
+            self.assertIn("gave the Content-Range 'bytes ", told)
+            self.assertIn("expected 'bytes 0-<last byte>/<size>'", told)
 
     def test_mistakes_are_told(self):
         verify = lambda uri, **environment: self.run_words(COMMAND, "verify", uri, code=2, **environment)
