@@ -147,9 +147,7 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   const std::string what = "loading " + dir.string();
   Communicator& comm = *state.model.comm();
   comm.require_values(what);
-  std::vector<std::string> lines{"directory " + dir.string(), "strict " + std::to_string(options.strict),
-                                 "convert_dtypes " + std::to_string(options.convert_dtypes),
-                                 "rng " + std::to_string(options.rng)};
+  std::vector<std::string> lines = describe_load(dir, options);
   std::ranges::move(describe_objects(state), std::back_inserter(lines));
   require_agreement(comm, "which checkpoint to load", lines);
   SaveJob::await_save_before(state.model.comm());

@@ -177,9 +177,7 @@ void load_full(const fs::path& path, ModelShards& model, const LoadOptions& opti
   const std::string what = "loading " + path.string();
   Communicator& comm = *model.comm();
   comm.require_values(what);
-  require_agreement(comm, "which file to load",
-                    {"path " + path.string(), "strict " + std::to_string(options.strict),
-                     "convert_dtypes " + std::to_string(options.convert_dtypes)});
+  require_agreement(comm, "which file to load", describe_load(path, options));
   Manifest manifest;
   on_all_ranks(comm, what, [&] { manifest.saved = find_full_tensors(path); });
   load_state(manifest, {model}, options, what);

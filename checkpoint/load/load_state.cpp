@@ -622,6 +622,11 @@ class Loader {
 
 }  // namespace
 
+std::vector<std::string> describe_load(const std::filesystem::path& path, const LoadOptions& options) {
+  return {"path " + path.string(), "strict " + std::to_string(options.strict),
+          "convert_dtypes " + std::to_string(options.convert_dtypes), "rng " + std::to_string(options.rng)};
+}
+
 void load_state(const Manifest& manifest, const StateObjects& objects, const LoadOptions& options,
                 const std::string& what) {
   const NoGradNoInferenceGuard quiet;

@@ -29,6 +29,10 @@ StateObjects state_objects_of(const TrainingState& state);
 // Returns lines that name the objects. Callers compare the lines over ranks: the lists of objects must be equal.
 std::vector<std::string> describe_objects(const StateObjects& state);
 
+// Returns lines with the path and the options of a load, without functions and results. Callers compare them over
+// ranks.
+std::vector<std::string> describe_load(const std::filesystem::path& path, const LoadOptions& options);
+
 // Loads a checkpoint's state into the objects. Collective. Reads and verifies this rank's part in host memory, and
 // changes the objects only after all ranks have read their parts. On a mismatch or a read error, throws CheckpointError
 // on all ranks. The error text starts with `what`, and lists the mismatches (at most 100 of a kind).
