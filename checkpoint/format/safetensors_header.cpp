@@ -72,14 +72,12 @@ std::optional<std::string> safetensors_name(at::ScalarType dtype) {
 
 std::optional<int64_t> tensor_bytes(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
   constexpr int64_t kLimit = int64_t{1} << 62;
-  for (const int64_t size : sizes)
-    if (size == 0) return 0;
   int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
   for (const int64_t size : sizes) {
     if (size > kLimit / bytes) return std::nullopt;
-    bytes *= size;
+    bytes *= std::max(size, int64_t{1});  // strides of a tensor without elements must not overflow, either
   }
-  return bytes;
+  return std::ranges::find(sizes, 0) == sizes.end() ? bytes : 0;
 }
 
 at::ScalarType dtype_field(const JsonObject& fields) {

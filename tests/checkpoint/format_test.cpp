@@ -48,6 +48,7 @@ TEST(SafetensorsHeader, HostileOnesAreRefused) {
       {one("[2.5]", "[0,24]"), "'shape'"},
       {one("[1e3]", "[0,24]"), "'shape'"},
       {one("[4294967296,4294967296]", "[0,0]"), "does not fit"},
+      {one("[0,4611686018427387904,4]", "[0,0]"), "does not fit"},  // its strides overflow
       {one("[9223372036854775807,0]", "[0,24]"), "'shape'"},
       {one("[18446744073709551615]", "[0,24]"), "'shape'"},
       {one("[2,3]", "[0,24]", "F99"), "F99"},
