@@ -45,18 +45,23 @@ struct Input {
   std::map<int64_t, TracedRank> sources;  // the key is the "pid" of the rank's events
 };
 
+// Returns `ns`. Refuses a time that is so large that sums of several times could overflow.
+int64_t in_range(const char* name, int64_t ns, int64_t most = int64_t{1} << 59) {
+  if (ns < -most || ns > most) refuse_trace("'", name, "' is ", ns, " ns, which is out of range");
+  return ns;
+}
+
 TracedRank source_of(const ordered_json& event) {
   const auto& args = event.at("args");
   return {args.at("run").get<std::string>(),
           args.at("host").get<std::string>(),
           args.at("clock").get<std::string>(),
           args.at("rank").get<int>(),
-          args.at("offset_ns").get<int64_t>(),
+          in_range("offset_ns", args.at("offset_ns").get<int64_t>()),
           args.at("error_ns").get<int64_t>(),
-          args.at("unix_ns").get<int64_t>() - args.at("steady_ns").get<int64_t>()};
+          in_range("unix_ns", args.at("unix_ns").get<int64_t>(), int64_t{1} << 61) -
+              in_range("steady_ns", args.at("steady_ns").get<int64_t>())};
 }
-
-int64_t nanoseconds_of(const ordered_json& ts) { return std::llround(ts.get<double>() * 1000); }
 
 // Calls visit() for each event of a file. Returns whether the last line is incomplete.
 bool for_each_event(const fs::path& path, const std::function<void(ordered_json&)>& visit) {
@@ -138,9 +143,10 @@ class Merge {
         input.sources[event.at("pid").get<int64_t>()] = source;
       }
       source_for(input, event);
-      if (event.at("ph") == "M") return;
-      ++merged.events;
-      nanoseconds_of(event.at("ts"));
+      const bool is_metadata = event.at("ph") == "M";
+      if (is_metadata && !event.contains("ts")) return;
+      if (!is_metadata) ++merged.events;
+      in_range("ts", std::llround(std::clamp(event.at("ts").get<double>() * 1000, -1e18, 1e18)));
     });
     if (is_cut) merged.notes.push_back(path + ": ends in a part of an event, which is left out");
   }
@@ -158,7 +164,7 @@ class Merge {
   }
 
   int64_t unix_ns(const TracedRank& source, const ordered_json& ts) const {
-    return nanoseconds_of(ts) + source.offset_ns + unix_minus_reference_ns_.at(source.run);
+    return std::llround(ts.get<double>() * 1000) + source.offset_ns + unix_minus_reference_ns_.at(source.run);
   }
 
   void find_begin(const Input& input) {

@@ -163,6 +163,13 @@ TEST_F(MergeTraces, WhatIsBrokenIsNamed) {
   expect_error({at("broken.json")}, {"broken.json, line 5", "process 9 has no tessera_trace"});
   folder_.write("broken.json", text + ",{\"name\":\"x\",\"ph\":\"X\",\"pid\":0}\n");
   expect_error({at("broken.json")}, {"broken.json, line 5", "'ts' not found"});
+  folder_.write("broken.json", text + ",{\"name\":\"x\",\"ph\":\"X\",\"pid\":0,\"ts\":1e300}\n");
+  expect_error({at("broken.json")}, {"broken.json, line 5", "'ts' is", "out of range"});
+  auto early = text;
+  early.insert(early.find("\"steady_ns\""), "\"steady_ns\":-9223372036854775807,\"other_");
+  early.erase(early.find("\"other_") + 7, 1);
+  folder_.write("broken.json", early);
+  expect_error({at("broken.json")}, {"broken.json, line 1", "'steady_ns' is -9223372036854775807", "out of range"});
 
   folder_.write("broken.json", text.substr(0, text.size() - 9));  // as after a kill
   const auto merged = merge_traces(at("out.json"), {at("broken.json"), b_});
