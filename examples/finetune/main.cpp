@@ -54,7 +54,7 @@ class Batches {
  public:
   Batches(const Options& options, at::Device device) : options_(options), device_(device) {
     if (!options.ids.empty()) {
-      ids_ = tessera::read_full(options.ids, "ids");
+      ids_ = read_ids(options.ids, "ids", 1);
       if (ids_.numel() <= options.length)
         throw std::invalid_argument("--length is " + std::to_string(options.length) + ", and " + options.ids + " has " +
                                     std::to_string(ids_.numel()) + " ids, expected more");
@@ -64,7 +64,11 @@ class Batches {
       return;
     }
     for (const char* name : {"input_ids", "attention_mask", "labels"})
-      rows_.push_back({name, tessera::read_full(options.rows, name)});
+      rows_.push_back({name, read_ids(options.rows, name, 2)});
+    for (const auto& [name, values] : rows_)
+      if (values.sizes() != rows_.front().second.sizes())
+        throw std::invalid_argument(c10::str(options.rows, ": '", name, "' is ", values.sizes(), ", and 'input_ids' ",
+                                             rows_.front().second.sizes()));
     if (rows_.front().second.size(0) == 0) throw std::invalid_argument(options.rows + " has no rows");
     ids_ = rows_.front().second.flatten();
   }
@@ -82,6 +86,13 @@ class Batches {
   at::Tensor line() const { return ids_.narrow(0, 0, std::min(options_.length, ids_.numel())).unsqueeze(0); }
 
  private:
+  static at::Tensor read_ids(const std::string& file, const std::string& name, int64_t dimensions) {
+    at::Tensor ids = tessera::read_full(file, name);
+    if (ids.scalar_type() != at::kLong || ids.dim() != dimensions)
+      throw std::invalid_argument(c10::str(file, ": '", name, "' is ", ids.scalar_type(), " ", ids.sizes(),
+                                           ", expected Long with a dim() of ", dimensions));
+    return ids;
+  }
   // Returns random windows of the text.
   at::Tensor windows(uint64_t seed) const {
     auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);

@@ -62,6 +62,17 @@ class Finetune(unittest.TestCase):
         lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
         return {int(line[1]): line[3] for line in lines}, load_file(self.folder / out / "trained/model.safetensors")
 
+    def test_token_files_of_another_form_are_refused(self):
+        rows = {name: torch.ones(3, 16, dtype=torch.long) for name in ("input_ids", "attention_mask", "labels")}
+        for changed, error in ((dict(labels=rows["labels"][:2]), "'labels' is [2, 16], and 'input_ids' [3, 16]"),
+                               (dict(labels=rows["labels"].int()), "'labels' is Int [3, 16], expected Long"),
+                               (dict(input_ids=torch.tensor(3)), "'input_ids' is Long [], expected Long with a dim() of 2")):
+            save_file({**rows, **changed}, self.folder / "rows.safetensors")
+            done = subprocess.run([PROGRAM, "--archive", "none.pt2", "--out", self.folder / "out", "--ranks", "1", "--rows",
+                                   self.folder / "rows.safetensors"], capture_output=True, text=True)
+            self.assertEqual(done.returncode, 1, done.stderr)
+            self.assertIn(f"rows.safetensors: {error}", done.stderr)
+
     def test_refused_exports_end_in_one_line(self):
         (self.folder / "models.py").write_text(
             "import torch\ndef net(): return torch.nn.Linear(2, 2)\n"
