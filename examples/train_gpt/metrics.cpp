@@ -37,8 +37,8 @@ MetricsLog::MetricsLog(const std::filesystem::path& path, int64_t kept_steps) : 
   for (std::string line; std::getline(before, line);) {
     read_bytes += line.size() + (before.eof() ? 0 : 1);
     const auto values = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (!is_line(values)) continue;  // a damaged line stays in the file only if a kept line follows it
-    if (values["step"] > kept_steps) break;
+    if (!is_line(values)) continue;             // a damaged line stays in the file only if a kept line follows it
+    if (values["step"] > kept_steps) continue;  // a later step, or a damaged number
     is_complete = !before.eof();
     kept_bytes = read_bytes;
     if (!has_number(values, "loss")) continue;

@@ -131,7 +131,8 @@ TEST(MetricsLog, AResumeCutsTheFileAndAppends) {
   EXPECT_EQ(text_of(torn), kept);
   EXPECT_TRUE(MetricsLog(torn, 0).kept().empty());
   EXPECT_EQ(text_of(torn), "");
-  const std::string hurt = "{\"step\":1e300,\"loss\":4.0}\n\x01\xff\n" + kept;  // lines before those of kept steps
+  const std::string hurt = "{\"step\":1e300,\"loss\":4.0}\n\x01\xff\n{\"step\":7,\"loss\":4.0}\n" +
+                           kept;  // lines before those of kept steps
   const auto damaged = folder.write("damaged.jsonl", hurt + "{\"step\":3,\"loss\":2.0}\n");
   EXPECT_EQ(MetricsLog(damaged, 2).kept().size(), 2u);
   EXPECT_EQ(text_of(damaged), hurt);
