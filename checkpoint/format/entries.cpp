@@ -109,8 +109,7 @@ void exchange_entries(const fs::path& a, const fs::path& b) {
   if (::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return;
   if (errno == EINVAL || errno == ENOSYS)
     throw CheckpointError(b.string() +
-                          ": this file system cannot replace a directory in one step: save under a new "
-                          "name");
+                          ": this file system cannot replace a directory in one step: save under a new name");
   fail_at(b, "exchanging it with " + a.string());
 }
 

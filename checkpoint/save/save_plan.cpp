@@ -124,9 +124,8 @@ void HostCopies::end(SavePlan& plan, at::Device device, const std::function<void
   await_copies();
   for (const auto& [fqn, tensor, writes] : plan.watched)
     if (writes_to(tensor) != writes)
-      throw std::invalid_argument("'" + fqn +
-                                  "' was written to while it was copied: PendingSave::copied() has to return before "
-                                  "optimizer.step()");
+      throw std::invalid_argument(
+          "'" + fqn + "' was written to while it was copied: call PendingSave::copied() before optimizer.step()");
 }
 
 at::Tensor HostCopies::take_memory() {

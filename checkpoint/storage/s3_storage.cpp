@@ -295,6 +295,8 @@ class S3Storage : public Storage {
         request.query.emplace_back("prefix", prefix);
         const auto response = client_->send(request);
         if (response.status == 404) throw S3Error("there is no bucket '" + location.bucket + "'");
+        if (response.body.find("</ListBucketResult>") == std::string::npos)
+          throw S3Unanswered("gave no list of objects: " + response.body.substr(0, 100));
         std::vector<std::string> keys = xml_texts(response.body, "Key");
         for (const auto& group : xml_texts(response.body, "CommonPrefixes"))
           for (auto& key : xml_texts(group, "Prefix")) keys.push_back(std::move(key));

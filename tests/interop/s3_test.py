@@ -79,6 +79,8 @@ class Faults(http.server.BaseHTTPRequestHandler):
         content = response.read()
         if fault == "lost":  # completed, but without an answer
             return self.reset()
+        if fault == "page":  # as of a web server, or the service's console
+            content = b"<html>Welcome</html>"
         self.send_response(response.status)
         for name, value in response.getheaders():
             if name.lower() == "content-range" and fault == "no size":
@@ -269,6 +271,13 @@ class S3(unittest.TestCase):
             told = self.run_words(COMMAND, "verify", "s3://bucket/ranges/step-1", endpoint=endpoint, code=1)
             self.assertIn("gave the Content-Range 'bytes ", told)
             self.assertIn("expected 'bytes 0-<last byte>/<size>'", told)
+
+    def test_a_page_is_not_a_folder_without_checkpoints(self):
+        self.train("s3://bucket/page", 1, 2)
+        _, endpoint = self.proxy(lambda method, path: "page" if method == "GET" and "list-type" in path else None)
+        told = self.train("s3://bucket/page", 1, 1, endpoint=endpoint, code=1)
+        self.assertIn("gave no list of objects: <html>Welcome</html>", told)
+        self.assertNotIn("loss", told)
 
     def test_mistakes_are_told(self):
         verify = lambda uri, **environment: self.run_words(COMMAND, "verify", uri, code=2, **environment)
