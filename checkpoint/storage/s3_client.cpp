@@ -3,6 +3,7 @@
 #include <curl/curl.h>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -24,8 +25,10 @@ std::string environment(const char* name, const char* instead = nullptr) {
 int number(const char* name, int otherwise) {
   const std::string text = environment(name);
   if (text.empty()) return otherwise;
-  const int value = std::atoi(text.c_str());
-  if (value < 1) throw std::invalid_argument(std::string(name) + " is '" + text + "', expected a number above 0");
+  int value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || *end != '\0' || value < 1)
+    throw std::invalid_argument(std::string(name) + " is '" + text + "', expected a number above 0");
   return value;
 }
 
@@ -96,13 +99,9 @@ bool may_pass(CURLcode code) {
 
 // Formats the error that the service sent: "503 SlowDown: Please reduce your request rate."
 std::string told(const S3Response& response) {
-  auto first = [&](const char* tag) {
-    const auto texts = xml_texts(response.body, tag);
-    return texts.empty() ? "" : texts[0];
-  };
   std::string text = std::to_string(response.status);
-  if (const std::string code = first("Code"); !code.empty()) text += " " + code;
-  if (const std::string message = first("Message"); !message.empty()) text += ": " + message;
+  for (const auto& [tag, separator] : {std::pair("Code", " "), {"Message", ": "}})
+    if (const auto texts = xml_texts(response.body, tag); !texts.empty()) text += separator + texts[0];
   return text;
 }
 
