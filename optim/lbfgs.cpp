@@ -54,7 +54,6 @@ struct Lbfgs::Run {
   const std::vector<at::Tensor> parameters;  // without frozen parameters
   const at::TensorOptions of_vectors;
   const Owners* owners;
-  at::Tensor first_loss{};
   at::Tensor direction{}, gradient{};
   std::vector<at::Tensor> steps{}, changes{};
   std::vector<std::vector<double>> step_change{}, change_change{};  // inner products of the history's vectors
@@ -130,12 +129,14 @@ struct Lbfgs::Run {
     if (owners != nullptr) owners->publish();
   }
 
-  // Evaluates the closure at x + t * direction, or at the current parameters if x is undefined.
+  // Evaluates the closure at x + t * direction.
   Point evaluate(const at::Tensor& x, double t) {
-    if (x.defined()) move_to(x, t);
-    const at::Tensor loss = loss_of(closure);
+    move_to(x, t);
+    return point_of(loss_of(closure), t);
+  }
+  // Returns the point at which the closure has just returned `loss`.
+  Point point_of(const at::Tensor& loss, double t) {
     if (!loss.defined()) throw std::invalid_argument("Lbfgs: the closure returned no loss");
-    if (!first_loss.defined()) first_loss = loss;
     ++evaluations;
     for (const at::Tensor& parameter : parameters) require_dense(parameter, "Lbfgs");
     Point point{.t = t, .loss = loss.item<double>()};
@@ -386,35 +387,29 @@ struct Lbfgs::Run {
   at::Tensor previous{};  // gradient at the previous iteration
 };
 
-at::Tensor Lbfgs::step(LossClosure closure) {
-  std::vector<at::Tensor> trained;
-  for (const auto& group : param_groups())
-    for (const at::Tensor& parameter : group.params())
-      if (parameter.requires_grad()) trained.push_back(parameter);
-  return search(closure, trained, nullptr);
-}
+at::Tensor Lbfgs::step(LossClosure closure) { return search(closure, nullptr); }
 
-at::Tensor Lbfgs::step_among(const Owners& owners, const LossClosure& closure) {
-  return search(closure, owners.trained, &owners);
-}
+at::Tensor Lbfgs::step_among(const Owners& owners, const LossClosure& closure) { return search(closure, &owners); }
 
-at::Tensor Lbfgs::search(const LossClosure& closure, const std::vector<at::Tensor>& trained, const Owners* owners) {
+at::Tensor Lbfgs::search(const LossClosure& closure, const Owners* owners) {
   if (!closure) throw std::invalid_argument("Lbfgs::step(): expected a closure that computes the loss and gradients");
   if (param_groups().size() != 1)
     throw std::invalid_argument(c10::str("Lbfgs: ", param_groups().size(), " groups, expected one"));
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "Lbfgs");
   const LbfgsOptions& options = options_of(param_groups()[0]);
-  if (trained.empty()) return loss_of(closure);
-  for (const at::Tensor& parameter : trained)
-    if (parameter.scalar_type() != trained[0].scalar_type() || parameter.device() != trained[0].device())
-      throw std::invalid_argument("Lbfgs: parameters of several dtypes or devices, expected one");
+  const at::Tensor first_loss = loss_of(closure);  // its forward freezes and thaws shards as the module's parameters
   std::vector<at::Tensor> own;
   for (const at::Tensor& parameter : param_groups()[0].params())
     if (parameter.requires_grad()) own.push_back(parameter);
+  const std::vector<at::Tensor> trained = owners != nullptr ? owners->trained : own;
+  if (trained.empty()) return first_loss;
+  for (const at::Tensor& parameter : trained)
+    if (parameter.scalar_type() != trained[0].scalar_type() || parameter.device() != trained[0].device())
+      throw std::invalid_argument("Lbfgs: parameters of several dtypes or devices, expected one");
   Run run{*this, closure, options, std::move(own), trained[0].options().requires_grad(false), owners};
-  Point now = run.evaluate({}, 0);
-  if (now.gradient_max <= options.tolerance_grad()) return run.first_loss;
+  Point now = run.point_of(first_loss, 0);
+  if (now.gradient_max <= options.tolerance_grad()) return first_loss;
   const LbfgsParamState numbers = run.load();
   int64_t n_iter = numbers.n_iter;
   double t = numbers.t;
@@ -444,7 +439,7 @@ at::Tensor Lbfgs::search(const LossClosure& closure, const std::vector<at::Tenso
       break;
   }
   run.store(n_iter, numbers.func_evals + run.evaluations, t);
-  return run.first_loss;
+  return first_loss;
 }
 
 }  // namespace tessera

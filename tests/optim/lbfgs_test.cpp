@@ -151,6 +151,26 @@ TEST(Lbfgs, CheckpointsGoOnAtAnyWorldSizeInAnyStage) {
 }
 
 // If a closure throws during a search, the parameters stay at the search's point, in one process too.
+// A layer is frozen and thawed through the module between two steps: shards learn of it in the closure's forward.
+TEST(Lbfgs, FollowsTheModulesFreezingBetweenSteps) {
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto train_in_turns = [](auto& wrapped) {
+      Lbfgs optimizer(wrapped, options_of(kRules[2]));
+      for (const bool trains : {true, false, true}) {
+        for (at::Tensor& parameter : wrapped.module()[0]->parameters()) parameter.set_requires_grad(trains);
+        train(wrapped, optimizer, 2);
+      }
+    };
+    DistributedDataParallel ddp(model(), comm);
+    train_in_turns(ddp);
+    std::map<std::string, at::Tensor> expected;
+    for (const auto& item : ddp.full_state_dict()) expected[item.key()] = item.value();
+    FullyShardedDataParallel fsdp(model(), comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+    train_in_turns(fsdp);
+    expect_near(fsdp, expected, "FSDP");
+  });
+}
+
 TEST(Lbfgs, GoesOnAfterAClosureThatThrew) {
   auto trained = [](int world, int stage) {
     std::map<std::string, at::Tensor> result;

@@ -109,7 +109,7 @@ class Lbfgs : public internal::ListedOptimizer<LbfgsOptions, LbfgsParamState, in
   at::Tensor step_among(const Owners& owners, const LossClosure& closure);
 
  private:
-  at::Tensor search(const LossClosure& closure, const std::vector<at::Tensor>& trained, const Owners* owners);
+  at::Tensor search(const LossClosure& closure, const Owners* owners);
   struct Point;
   struct Memory;
   struct Run;
