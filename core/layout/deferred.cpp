@@ -53,6 +53,7 @@ class Tape {
   std::vector<Call> calls;
   std::vector<size_t> last_use;  // by storage: the index of the last call that uses it
   at::Tensor generator_state;    // state of the default CPU generator when recording began
+  bool draws = false;            // whether a call draws random numbers
 };
 
 namespace {
@@ -63,25 +64,22 @@ struct TapeStorage {
   size_t storage;
   at::Device device;  // in the replay
 };
-void delete_tape_storage(void* context) { delete static_cast<TapeStorage*>(context); }
-
-const TapeStorage* tape_storage_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.is_meta() || !tensor.has_storage()) return nullptr;
-  const at::DataPtr& pointer = tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr();
-  return pointer.get_deleter() == &delete_tape_storage ? static_cast<TapeStorage*>(pointer.get_context()) : nullptr;
-}
-
 // The DataPtr context in the storage of a deferred_from() tensor.
 struct Source {
   ReadElements read;
   at::Device device;
 };
-void delete_source(void* context) { delete static_cast<Source*>(context); }
 
-const Source* source_of(const at::Tensor& tensor) {
+template <class Context>
+void delete_context(void* context) {
+  delete static_cast<Context*>(context);
+}
+// Returns the context in the tensor's storage; null if there is none of this type.
+template <class Context>
+const Context* context_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_meta() || !tensor.has_storage()) return nullptr;
   const at::DataPtr& pointer = tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr();
-  return pointer.get_deleter() == &delete_source ? static_cast<Source*>(pointer.get_context()) : nullptr;
+  return pointer.get_deleter() == &delete_context<Context> ? static_cast<Context*>(pointer.get_context()) : nullptr;
 }
 
 at::Tensor read_all(const at::Tensor& tensor, const Source& source) {
@@ -113,11 +111,11 @@ void take_views(Tape& tape, Tape::Call& call) {
     size_t count = 0;
     replace_boxed_tensors(call.arguments[i], [&](const at::Tensor& tensor) {
       const size_t number = count++;
-      if (source_of(tensor) != nullptr)
+      if (context_of<Source>(tensor) != nullptr)
         throw std::logic_error(
             "deferred(): " + call.op.schema().name() +
             " is given a tensor whose values will be read later: change it when the model is wrapped");
-      const TapeStorage* known = tape_storage_of(tensor);
+      const TapeStorage* known = context_of<TapeStorage>(tensor);
       if (known == nullptr) return tensor;
       if (call.views.empty()) call.device = known->device;
       call.views.push_back({i, number, view_of(tensor, *known)});
@@ -143,11 +141,11 @@ void substitute_meta(torch::jit::Stack& stack, size_t count) {
 std::optional<size_t> adopt(const std::shared_ptr<Tape>& tape, const c10::IValue& result, at::Device device) {
   if (!result.isTensor()) return std::nullopt;
   const at::Tensor& tensor = result.toTensor();
-  if (!tensor.defined() || !tensor.is_meta() || tape_storage_of(tensor) != nullptr) return std::nullopt;
+  if (!tensor.defined() || !tensor.is_meta() || context_of<TapeStorage>(tensor) != nullptr) return std::nullopt;
   const size_t storage = tape->last_use.size();
   tape->last_use.push_back(tape->calls.size());
   tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->set_data_ptr_noswap(
-      at::DataPtr(nullptr, new TapeStorage{tape, storage, device}, &delete_tape_storage, at::kMeta));
+      at::DataPtr(nullptr, new TapeStorage{tape, storage, device}, &delete_context<TapeStorage>, at::kMeta));
   return storage;
 }
 
@@ -193,6 +191,7 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   const auto dtype = schema.argumentIndexWithName("dtype");
   if (is_factory && dtype && call.arguments[*dtype].isNone())  // the default dtype may change before the replay
     call.arguments[*dtype] = torch::jit::last(*stack, 1)[0].toTensor().scalar_type();
+  tape.draws = tape.draws || op.hasTag(at::Tag::nondeterministic_seeded);
   tape.calls.push_back(std::move(call));
 }
 
@@ -279,7 +278,13 @@ DeferredScope::DeferredScope() : tape_(std::make_shared<Tape>()), recording_(kDe
       "uses the key, or this libtorch dropped it");
 }
 
-DeferredScope::~DeferredScope() { recording.reset(); }
+DeferredScope::~DeferredScope() {
+  recording.reset();
+  if (!tape_->draws) return;
+  auto generator = at::detail::getDefaultCPUGenerator();
+  std::lock_guard lock(generator.mutex());
+  at::check_generator<at::CPUGeneratorImpl>(generator)->random();  // the next module has other values
+}
 
 OrdinaryScope::OrdinaryScope() : ordinary_(kDeferredKey) {}
 
@@ -290,18 +295,18 @@ at::Tensor deferred_from(const std::vector<int64_t>& sizes, const std::vector<in
   const OrdinaryScope ordinary;
   const at::Tensor tensor = at::empty_strided(sizes, strides, at::TensorOptions().dtype(dtype).device(at::kMeta));
   tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->set_data_ptr_noswap(
-      at::DataPtr(nullptr, new Source{std::move(read), device}, &delete_source, at::kMeta));
+      at::DataPtr(nullptr, new Source{std::move(read), device}, &delete_context<Source>, at::kMeta));
   return tensor;
 }
 
 const ReadElements* reader_of(const at::Tensor& tensor) {
-  const Source* source = source_of(tensor);
+  const Source* source = context_of<Source>(tensor);
   return source == nullptr ? nullptr : &source->read;
 }
 
 at::Device device_of_values(const at::Tensor& tensor) {
-  if (const Source* source = source_of(tensor)) return source->device;
-  const TapeStorage* recorded = tape_storage_of(tensor);
+  if (const auto* source = context_of<Source>(tensor)) return source->device;
+  const auto* recorded = context_of<TapeStorage>(tensor);
   return recorded != nullptr ? recorded->device : tensor.device();
 }
 
@@ -322,11 +327,11 @@ void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,
     missing.push_back(batches[batch].size());
     for (size_t number = 0; number < batches[batch].size(); ++number) {
       const at::Tensor& tensor = batches[batch][number];
-      if (source_of(tensor) != nullptr) {
+      if (context_of<Source>(tensor) != nullptr) {
         --missing[batch];
         continue;
       }
-      const TapeStorage* known = tape_storage_of(tensor);
+      const TapeStorage* known = context_of<TapeStorage>(tensor);
       if (known == nullptr)
         throw std::invalid_argument("replay_deferred: a tensor of shape " + c10::str(tensor.sizes()) +
                                     " is not deferred");
@@ -336,7 +341,7 @@ void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,
   }
   auto hand_over = [&](size_t batch) {
     for (size_t number = 0; number < batches[batch].size(); ++number)
-      if (const Source* source = source_of(batches[batch][number]))
+      if (const Source* source = context_of<Source>(batches[batch][number]))
         values[batch][number] = read_all(batches[batch][number], *source);
     ready(batch, std::exchange(values[batch], {}));
   };
@@ -368,7 +373,7 @@ namespace tessera {
 using namespace internal;
 
 bool is_deferred(const at::Tensor& tensor) {
-  return tape_storage_of(tensor) != nullptr || source_of(tensor) != nullptr;
+  return context_of<TapeStorage>(tensor) != nullptr || context_of<Source>(tensor) != nullptr;
 }
 
 void materialize(torch::nn::Module& module) {

@@ -35,9 +35,9 @@ class DeferredScope {
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {...});   // fills it unit by unit
 //
 // Constructors run unmodified (torchdistX's deferred_init). The values will be bit for bit those of an ordinary build()
-// at the time of this call. They use the current state of the default CPU generator, which this call does not advance.
-// A constructor that reads or writes values directly (item(), data_ptr(), torch::tensor of a vector) throws. Some
-// operators have a meta kernel in Python only (flip, where, complex and others in 2.11). During this call, such
+// at the time of this call. If build() draws, this call advances the default CPU generator by one number, so a second
+// module has values of its own. A constructor that reads or writes values directly (item(), data_ptr(), torch::tensor
+// of a vector) throws. Some operators have a meta kernel in Python only (flip, where, complex and others in 2.11). Such
 // operators also run once on zeros and ones, to find the shapes of their results. An operator whose shape depends on
 // values throws std::logic_error with its name. Call such an operator before deferred(), and copy its result. Values
 // are computed on the CPU, or on another device that a constructor names, with that device's generator.

@@ -166,6 +166,17 @@ class Counting : public c10::Allocator {
   c10::Allocator* below_;
 };
 
+// Two critics of one class, say.
+TEST(Deferred, TwoModulesInARowHaveValuesOfTheirOwn) {
+  const auto draws = [] { return torch::nn::Linear(4, 4); };
+  const auto draws_nothing = [] { return torch::nn::LayerNorm(torch::nn::LayerNormOptions({4})); };
+  auto [first, second] = seeded(7, [&] { return std::pair(deferred(draws), deferred(draws)); });
+  materialize(*first), materialize(*second);
+  EXPECT_FALSE(torch::equal(first->weight, second->weight));
+  const at::Tensor expected = seeded(7, [] { return torch::rand({3}); });
+  EXPECT_TRUE(torch::equal(expected, seeded(7, [&] { return deferred(draws_nothing), torch::rand({3}); })));
+}
+
 TEST(Deferred, TakesTheShardsAndOneUnit) {
   c10::Allocator* const before_test = c10::GetCPUAllocator();
   static Counting counting(before_test);  // blocks may outlive the test
@@ -219,10 +230,14 @@ TORCH_MODULE(WithoutMetaKernels);
 
 TEST(Deferred, OperatorsWithoutMetaKernelsGetTheirShapesFromExamples) {
   torch::manual_seed(11);
-  const at::Tensor state = at::detail::getDefaultCPUGenerator().get_state();
   WithoutMetaKernels later = deferred([] { return WithoutMetaKernels(); });
-  EXPECT_TRUE(at::equal(at::detail::getDefaultCPUGenerator().get_state(), state));
+  const at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const at::Tensor state = generator.get_state();
   for (const at::Tensor& buffer : later->buffers()) EXPECT_TRUE(is_deferred(buffer));
+  torch::manual_seed(11);
+  generator.get<at::CPUGeneratorImpl>()->random();
+  EXPECT_TRUE(at::equal(generator.get_state(), state));  // examples draw nothing
+  torch::manual_seed(11);
   const WithoutMetaKernels expected;
   torch::manual_seed(12);  // the values are those of the call
   materialize(*later);
