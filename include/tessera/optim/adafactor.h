@@ -10,11 +10,9 @@ namespace tessera {
 // Options of Adafactor; each field has a setter of its name. Step t has the size min(lr, 1 / sqrt(t)) times the
 // parameter's root mean square.
 struct AdafactorOptions : internal::ListedDecay<AdafactorOptions> {
-  // Name in checkpoints.
-  static constexpr const char* kName = "Adafactor";
+  static constexpr const char* kName = "Adafactor";  // name in checkpoints
 
-  // Sets the learning rate.
-  explicit AdafactorOptions(double lr = 1e-2) : ListedDecay(lr, 0.0) {}
+  explicit AdafactorOptions(double lr = 1e-2) : ListedDecay(lr, 0.0) {}  // `lr`: the learning rate
 
   TORCH_ARG(double, beta2_decay) = -0.8;    // weight of step t in the averages: t^beta2_decay
   TORCH_ARG(double, eps1) = 0;              // lower bound of row means and of roots of averages; 0: dtype's epsilon
@@ -22,8 +20,7 @@ struct AdafactorOptions : internal::ListedDecay<AdafactorOptions> {
   TORCH_ARG(double, clip_threshold) = 1.0;  // upper bound of an update's root mean square; 1 or more
 
  public:
-  // Throws std::invalid_argument if a value is out of range.
-  void check() const;
+  void check() const;  // throws std::invalid_argument if a value is out of range
   // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
@@ -62,7 +59,7 @@ struct AdafactorParamState : internal::ListedState<AdafactorParamState> {
 class Adafactor : public internal::ListedOptimizer<AdafactorOptions, AdafactorParamState, internal::Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;
-  // Throws CommError. Throws std::invalid_argument for sparse gradients and parameters that are not dense.
+  // Takes one step. Throws CommError. Throws std::invalid_argument for sparse gradients and non-dense parameters.
   at::Tensor step(LossClosure closure = nullptr) override;
 
  private:

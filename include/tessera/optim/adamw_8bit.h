@@ -11,22 +11,18 @@ namespace tessera {
 
 // Options of AdamW8bit; each field has a setter of its name.
 struct AdamW8bitOptions : internal::ListedBetas<AdamW8bitOptions> {
-  // Name in checkpoints.
-  static constexpr const char* kName = "AdamW8bit";
+  static constexpr const char* kName = "AdamW8bit";  // name in checkpoints
 
-  // Sets the learning rate.
-  explicit AdamW8bitOptions(double lr = 1e-3) : ListedBetas(lr, 0.9, 0.999, 1e-2) {}
+  explicit AdamW8bitOptions(double lr = 1e-3) : ListedBetas(lr, 0.9, 0.999, 1e-2) {}  // `lr`: the learning rate
 
-  TORCH_ARG(double, eps) = 1e-8;  // added to the denominator
-  // true: AdamW. false: Adam, which adds weight decay to the gradient.
-  TORCH_ARG(bool, decoupled) = true;
+  TORCH_ARG(double, eps) = 1e-8;      // added to the denominator
+  TORCH_ARG(bool, decoupled) = true;  // true: AdamW; false: Adam, which adds weight decay to the gradient
   // A new state is fp32 if the parameter has fewer elements than this, as with bitsandbytes' min_8bit_size. Existing
   // states, for example from a checkpoint, keep their format.
   TORCH_ARG(int64_t, min_8bit_numel) = 4096;
 
  public:
-  // Throws std::invalid_argument if a value is out of range.
-  void check() const;
+  void check() const;  // throws std::invalid_argument if a value is out of range
   // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
@@ -69,13 +65,13 @@ struct AdamW8bitParamState : internal::ListedState<AdamW8bitParamState> {
 // element takes 2 1/32 bytes instead of 8.
 //
 // Blocks divide the whole parameter in memory order, independent of shards. lay_out_as() adapts the blocks to changed
-// strides. Ranks that share a block agree on its scale in one all-reduce per step, of two numbers for each shared
-// block. So with equal gradients, parameters are bit-equal at every world size, and a checkpoint can be loaded at any
-// world size. A step processes a million elements at a time, in fp32. fp64 parameters keep their precision.
+// strides. One all-reduce per step computes the scales of blocks that several ranks share, with two numbers for each
+// such block. So with equal gradients, parameters are bit-equal at every world size, and a checkpoint can be loaded at
+// any world size. A step processes a million elements at a time, in fp32. The parameters themselves keep their dtype.
 class AdamW8bit : public internal::ListedOptimizer<AdamW8bitOptions, AdamW8bitParamState, internal::Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;
-  // Throws CommError. Throws std::invalid_argument for sparse gradients and parameters that are not dense.
+  // Takes one step. Throws CommError. Throws std::invalid_argument for sparse gradients and non-dense parameters.
   at::Tensor step(LossClosure closure = nullptr) override;
 
  private:
@@ -85,8 +81,8 @@ class AdamW8bit : public internal::ListedOptimizer<AdamW8bitOptions, AdamW8bitPa
   SharedScales shared_scales(const std::vector<Work>& all) const;
 };
 
-// Returns the 256 values of bitsandbytes' dynamic map, ascending: [256], fp32. They are 0, 1, and numbers with 7
-// decimal exponents and evenly spaced fractions. `is_signed`: includes negative numbers.
+// Returns the 256 values of bitsandbytes' dynamic map, ascending: [256], fp32. They are 0, 1, and numbers of 7 decimal
+// orders of magnitude, evenly spaced within each. If `is_signed`, about half of the values are negative.
 at::Tensor dynamic_map(bool is_signed);
 
 }  // namespace tessera

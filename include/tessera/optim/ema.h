@@ -13,7 +13,7 @@ namespace tessera {
 struct EmaOptions {
   // Each update sets average <- decay * average + (1 - decay) * parameter. Must be in [0, 1).
   double decay = 0.9999;
-  // true: limits the decay in update n (from 0) to (1 + n) / (10 + n), so that initial values soon lose weight.
+  // true: limits the decay in update n (from 0) to (1 + n) / (10 + n), so that the initial values soon lose weight.
   bool warmup = false;
 };
 
@@ -31,12 +31,12 @@ struct EmaOptions {
 //     auto averaged = ema.swap_in();  // the parameters are the averages
 //     evaluate(fsdp);
 //   }                                 // the parameters are the model's own again, bit for bit
-//   save_checkpoint(dir, {fsdp, optimizer, ema});  // load_checkpoint() takes this list, or one without `ema`
+//   save_checkpoint(dir, {fsdp, optimizer, ema});  // load_checkpoint() accepts this list, also without `ema`
 //   save_full("ema.safetensors", ema);             // saves the averages under the module's names
 //
 // The ModelShards functions of an Ema return the averages, under the parameters' names. Integer parameters and buffers
-// are not averaged. With OssOptions::broadcast_dtype, a rank averages the rounded values that it receives. Must be used
-// by one thread.
+// are not averaged. With OssOptions::broadcast_dtype, a rank averages the rounded values that it receives from the
+// owners. Must be used by one thread.
 class Ema : public ModelShards {
  public:
   // Sets the averages to the parameters. `model` must outlive this object. Is collective. Throws std::invalid_argument

@@ -11,9 +11,9 @@
 namespace tessera {
 namespace internal {
 
-// The optimizer `Base` of torch::optim, with one call of libtorch's fused kernel for all parameters of the same group,
-// dtype and device. torch::optim runs about ten operators for each parameter. Under FullyShardedDataParallel, one call
-// covers all shards of a rank. Results are equal to those of `Base` up to rounding. Options, states and archives are
+// The optimizer `Base` of torch::optim, but with one call of libtorch's fused kernel for all parameters of the same
+// group, dtype and device. torch::optim runs about ten operators for each parameter. Under FullyShardedDataParallel,
+// one call covers all shards of a rank. Results equal those of `Base` up to rounding. Options, states and archives are
 // those of `Base`. On devices, the learning rate is rounded to fp32 unless parameters are fp64, so that captured and
 // eager steps are bit-equal. On CPUs, SGD steps 16-bit parameters by operators, because libtorch's kernel has a bug for
 // them (pytorch#191763). Gradients may have any strides. step() throws std::invalid_argument for sparse gradients, for
@@ -24,10 +24,8 @@ class FusedOptimizer : public Base, public ChosenStep {
   using Base::Base;
   // Takes one step. If there is a closure, returns its loss. Not collective.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override;
-  // See ChosenStep.
-  void step_parameters(const std::vector<at::Tensor>& parameters) override;
-  // See ChosenStep.
-  void require_steppable() override;
+  void step_parameters(const std::vector<at::Tensor>& parameters) override;  // see ChosenStep
+  void require_steppable() override;                                         // see ChosenStep
 };
 
 extern template class FusedOptimizer<torch::optim::Adam>;

@@ -43,8 +43,7 @@ class HostAdam : public torch::optim::Adam, public PartialStep {
 class HostAdamW : public torch::optim::AdamW, public PartialStep {
  public:
   using torch::optim::AdamW::AdamW;
-  // See HostAdam::step().
-  at::Tensor step(LossClosure closure = nullptr) override;
+  at::Tensor step(LossClosure closure = nullptr) override;                   // see HostAdam::step()
   void step_parameters(const std::vector<at::Tensor>& parameters) override;  // see HostAdam::step_parameters()
   void require_steppable() override;                                         // see HostAdam::require_steppable()
   std::unique_ptr<RevocableSteps> revocable_steps() override;

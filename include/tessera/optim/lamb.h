@@ -19,8 +19,8 @@ namespace tessera {
 class Lamb : public torch::optim::Optimizer {
  public:
   // Accepts whole parameters, equal on all ranks. A parameter that a group lists twice (tied weights) is stepped once.
-  // Throws std::invalid_argument for shards, for amsgrad, and for a parameter in two groups. Refuses options out of
-  // range like torch::optim::AdamW.
+  // Throws std::invalid_argument for shards, for amsgrad, and for a parameter in two groups. For options out of range,
+  // throws like torch::optim::AdamW.
   explicit Lamb(std::vector<torch::optim::OptimizerParamGroup> groups, torch::optim::AdamWOptions defaults = {});
   explicit Lamb(std::vector<at::Tensor> parameters, torch::optim::AdamWOptions defaults = {});
 
@@ -31,11 +31,11 @@ class Lamb : public torch::optim::Optimizer {
        torch::optim::AdamWOptions defaults = {});
   explicit Lamb(const ModelShards& model, torch::optim::AdamWOptions defaults = {});
 
-  // Adds a group. Throws as the constructors, with nothing changed. Is collective if constructed with a wrapper.
+  // Adds a group. Throws like the constructors, with nothing changed. Collective if constructed with a wrapper.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
-  // Throws CommError. Throws std::invalid_argument, with nothing changed, for sparse gradients, complex parameters, and
-  // groups that the constructors would refuse.
+  // Takes one step. Throws CommError. Throws std::invalid_argument, with nothing changed, for sparse gradients, complex
+  // parameters, and groups that the constructors would refuse.
   at::Tensor step(LossClosure closure = nullptr) override;
   // For torch::save: writes this rank's state in AdamW's format.
   void save(torch::serialize::OutputArchive& archive) const override;

@@ -12,13 +12,11 @@ namespace tessera {
 
 // Options of Lbfgs; each field has a setter of its name.
 struct LbfgsOptions : internal::ListedOptions<LbfgsOptions> {
-  // Name in checkpoints.
-  static constexpr const char* kName = "Lbfgs";
+  static constexpr const char* kName = "Lbfgs";  // name in checkpoints
 
   static constexpr int64_t kMostHistory = 100;  // upper bound of history_size
 
-  // Sets the learning rate.
-  explicit LbfgsOptions(double lr = 1) : lr_(lr) {}
+  explicit LbfgsOptions(double lr = 1) : lr_(lr) {}  // `lr`: the learning rate
 
   TORCH_ARG(double, lr) = 1;                   // the learning rate
   TORCH_ARG(int64_t, max_iter) = 20;           // upper limit of iterations in one step()
@@ -29,8 +27,7 @@ struct LbfgsOptions : internal::ListedOptions<LbfgsOptions> {
   TORCH_ARG(bool, strong_wolfe) = false;       // true: line search; false: steps of length lr
 
  public:
-  // Throws std::invalid_argument if a value is out of range.
-  void check() const;
+  void check() const;  // throws std::invalid_argument if a value is out of range
   // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
@@ -79,7 +76,7 @@ struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
 // torch::optim::LBFGS (Liu and Nocedal, 1989; strong Wolfe as in minFunc) for sharded parameters and gradients. The
 // direction is a combination of the history's vectors, whose coefficients need only inner products (Chen et al., 2014).
 // For n remembered steps, ranks all-gather only about 5 n doubles an iteration, 5 a closure call, and 2 n^2 a step().
-// Losses are averaged over the ranks, so all ranks take equal steps. Needs one group, and a wrapper that has the
+// Losses are averaged over the ranks, so all ranks take equal steps. Requires one group, and a wrapper that has the
 // gradients of its shards (FullyShardedDataParallel, DistributedDataParallel). Results equal torch's up to rounding.
 //
 //   tessera::Lbfgs optimizer(fsdp, tessera::LbfgsOptions(1).strong_wolfe(true));
@@ -95,7 +92,7 @@ struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
 class Lbfgs : public internal::ListedOptimizer<LbfgsOptions, LbfgsParamState, internal::Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;
-  // Runs up to max_iter iterations. Returns this rank's loss of the first closure call. Throws CommError. Throws
+  // Runs up to max_iter iterations. Returns this rank's loss in the first call of the closure. Throws CommError. Throws
   // std::invalid_argument without a closure, for several groups, dtypes or devices, and for sparse gradients.
   at::Tensor step(LossClosure closure = nullptr) override;
 

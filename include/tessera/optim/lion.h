@@ -4,13 +4,12 @@
 
 namespace tessera {
 
-// Options of Lion, each with a setter. beta1: weight of the average in a step. beta2: decay factor of the average.
+// Options of Lion, each with a setter. beta1: weight of the average in a step; the gradient has the weight 1 - beta1.
+// beta2: decay factor of the average.
 struct LionOptions : internal::ListedBetas<LionOptions> {
-  // Name in checkpoints.
-  static constexpr const char* kName = "Lion";
+  static constexpr const char* kName = "Lion";  // name in checkpoints
 
-  // Sets the learning rate.
-  explicit LionOptions(double lr = 1e-4) : ListedBetas(lr, 0.9, 0.99, 0.0) {}
+  explicit LionOptions(double lr = 1e-4) : ListedBetas(lr, 0.9, 0.99, 0.0) {}  // `lr`: the learning rate
 };
 
 // Lion's state of one parameter.
@@ -25,9 +24,9 @@ struct LionParamState : internal::ListedState<LionParamState> {
   }
 };
 
-// Lion (Chen et al., 2023, algorithm 2). The step is the sign of an average of momentum and gradient, with decoupled
-// weight decay. The state is half as large as Adam's. Good learning rates are 3 to 10 times smaller than with AdamW,
-// and weight decay is larger by the same factor. Is elementwise: results are bit-equal under any sharding.
+// Lion (Chen et al., 2023, algorithm 2). The step is lr times the sign of a weighted average of momentum and gradient,
+// with decoupled weight decay. The state is half as large as Adam's. Good learning rates are 3 to 10 times smaller than
+// with AdamW, and weight decay is larger by the same factor. Is elementwise: results are bit-equal under any sharding.
 class Lion : public internal::ListedOptimizer<LionOptions, LionParamState, internal::Sees::kElements> {
  public:
   using ListedOptimizer::ListedOptimizer;

@@ -10,14 +10,14 @@
 namespace tessera {
 
 // Sets learning rates as a function of the step, for any optimizer (torch.optim.lr_scheduler.LambdaLR). A group's peak
-// is its learning rate when the schedule is constructed, or for a later group, when the schedule first sets its rate.
-// In step n, counted from 0, the rate is the peak times factor(n).
+// is its learning rate when the schedule is constructed. If the group is added later, its peak is its rate before the
+// schedule first sets it. In step n, counted from 0, the rate is the peak times factor(n).
 //
 //   tessera::WarmupCosineLR schedule(optimizer, 100, 10'000);   // sets the rate of the first step
 //   for (...) { ...; optimizer.step(); schedule.step(); }
 //   save_checkpoint(dir, {model, optimizer, schedule});
 //
-// A checkpoint has the number of steps, but not peaks or factors. A schedule must be constructed before
+// A checkpoint contains the number of steps, but not the peaks or the factor. A schedule must be constructed before
 // load_checkpoint(); otherwise the loaded rates become its peaks. Not collective; must be equal on all ranks.
 class LambdaLR : public torch::optim::LRScheduler {
  public:

@@ -9,11 +9,9 @@ namespace tessera {
 
 // Options of one group of Muon. With use_muon(false), AdamW steps the group's parameters; see adamw().
 struct MuonOptions : internal::ListedBetas<MuonOptions> {
-  // Name in checkpoints.
-  static constexpr const char* kName = "Muon";
+  static constexpr const char* kName = "Muon";  // name in checkpoints
 
-  // Sets the learning rate.
-  explicit MuonOptions(double lr = 1e-3) : ListedBetas(lr, 0.9, 0.95, 0.1) {}
+  explicit MuonOptions(double lr = 1e-3) : ListedBetas(lr, 0.9, 0.95, 0.1) {}  // `lr`: the learning rate
   // Returns options for parameters that AdamW steps: embeddings, heads, biases and norms.
   static MuonOptions adamw(double lr) { return MuonOptions(lr).use_muon(false); }
 
@@ -29,8 +27,7 @@ struct MuonOptions : internal::ListedBetas<MuonOptions> {
   TORCH_ARG(double, eps) = 1e-8;  // AdamW only: added to the denominator
 
  public:
-  // Throws std::invalid_argument if a value is out of range.
-  void check() const;
+  void check() const;  // throws std::invalid_argument if a value is out of range
   // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
@@ -74,14 +71,15 @@ struct MuonParamState : internal::ListedState<MuonParamState> {
 //
 // With a wrapper, one rank orthogonalizes each matrix; costs are balanced over the ranks. That rank receives the parts
 // of the momentum from all ranks, and sends back the parts of the result, in bf16 or fp32. While a rank computes one
-// matrix, its next matrices are in flight. If parameters are sharded, a rank sends about its part of the matrices, and
-// as many bytes of results. If every rank has all parameters, a rank sends only its 1/N of the results to all ranks.
-// Results equal those of one process up to rounding. OSS<Muon> assigns owners by the same costs. Momentum is stored
-// where the parameter is. A step allocates twice the memory of this rank's parts.
+// matrix, its next matrices are in flight. If parameters are sharded, a rank sends about as many bytes as its part of
+// the matrices has, and as many bytes of results. If every rank has all parameters, a rank sends only its 1/N of the
+// results to all ranks. Results equal those of one process up to rounding. OSS<Muon> assigns owners by the same costs.
+// Momentum is stored where the parameter is. A step allocates twice the memory of this rank's parts of the matrices.
 class Muon : public internal::ListedOptimizer<MuonOptions, MuonParamState, internal::Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;
-  // Throws CommError. Throws std::invalid_argument for tensors that are not dense, and use_muon below 2 dimensions.
+  // Takes one step. Throws CommError. Throws std::invalid_argument for tensors that are not dense, and for parameters
+  // of fewer than 2 dimensions in a group with use_muon.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // Returns the number of multiplications in a parameter's step; 0 for AdamW. Owners are balanced by this number.

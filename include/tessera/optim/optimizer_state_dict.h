@@ -12,7 +12,7 @@
 
 namespace tessera {
 
-// A group's hyper-parameters by name: {"lr", 1e-3}, {"beta1", 0.9}, {"amsgrad", false}.
+// One hyper-parameter, and a group's hyper-parameters by name: {"lr", 1e-3}, {"beta1", 0.9}, {"amsgrad", false}.
 using OptimizerOption = std::variant<bool, double>;
 using OptionList = std::vector<std::pair<std::string, OptimizerOption>>;
 
@@ -31,10 +31,9 @@ struct OptimizerStateDict {
   };
   std::string kind;  // the optimizer's class, such as "Adam"; see optimizer_kind()
   std::vector<Group> groups;
-  std::map<int64_t, ParameterState> state;  // by parameter index, of whole parameters that have a state
+  std::map<int64_t, ParameterState> state;  // by parameter index; states are of whole parameters
 
-  // Returns the number of parameters in all groups.
-  int64_t parameter_count() const;
+  int64_t parameter_count() const;  // number of parameters in all groups
 };
 
 }  // namespace tessera

@@ -21,7 +21,7 @@ namespace tessera {
 template <class Options>
 struct GroupRule {
   std::function<bool(const NamedShard&)> matches{};  // must return equal results on all ranks
-  Options options{};                                 // options of the group, e.g. torch's AdamOptions
+  Options options{};                                 // options of the group, for example torch's AdamOptions
 };
 
 // Splits the parameters of a wrapped model into optimizer groups. A parameter belongs to the group of the first rule
@@ -53,9 +53,9 @@ std::vector<torch::optim::OptimizerParamGroup> group_parameters(const ModelShard
 }
 
 // Returns the usual two groups: first the parameters with weight decay and `options`, then all others with
-// weight_decay(0). Parameters of fewer than two dimensions in the module (biases, norms) have no decay. Nor has a
-// parameter whose name contains one of the texts in `no_decay` ("embedding"). A tied weight, which a module lists under
-// each of its names, counts once, under the first. A group may be empty.
+// weight_decay(0). These others are the parameters of fewer than two dimensions in the module (biases, norms), and the
+// parameters whose name contains a text of `no_decay` ("embedding"). A tied weight, which a module lists under each of
+// its names, counts once, under the first. A group may be empty.
 //
 //   torch::optim::AdamW optimizer(tessera::decay_groups(fsdp.named_parameters(), AdamWOptions(1e-3).weight_decay(0.1)),
 //                                 AdamWOptions(1e-3));
@@ -77,7 +77,7 @@ std::vector<torch::optim::OptimizerParamGroup> decay_groups(
   Options without = options;
   without.weight_decay(0.0);
   // A newer libtorch, such as 2.15, would replace 0 by the optimizer's decay if 0 is the default of the class, as for
-  // SGD and Adam. The smallest number stays, and changes no parameter.
+  // SGD and Adam. The smallest positive number is not replaced, and as weight decay changes no parameter.
   if constexpr (TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR > 211 && std::is_constructible_v<Options, double>)
     if (Options(1.0).weight_decay() == 0) without.weight_decay(std::numeric_limits<double>::denorm_min());
   std::vector<torch::optim::OptimizerParamGroup> groups;

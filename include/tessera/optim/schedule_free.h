@@ -8,14 +8,12 @@
 
 namespace tessera {
 
-// Options of ScheduleFreeAdamW; each field has a setter of its name. beta1 must be above 0. Gradients are computed at a
-// point between the last iterate and the average; beta1 is the weight of the average.
+// Options of ScheduleFreeAdamW; each field has a setter of its name. Gradients are computed at a point between the last
+// iterate and the average. beta1, which must be above 0, is the weight of the average in this point.
 struct ScheduleFreeOptions : internal::ListedBetas<ScheduleFreeOptions> {
-  // Name in checkpoints.
-  static constexpr const char* kName = "ScheduleFreeAdamW";
+  static constexpr const char* kName = "ScheduleFreeAdamW";  // name in checkpoints
 
-  // Sets the learning rate.
-  explicit ScheduleFreeOptions(double lr = 2.5e-3) : ListedBetas(lr, 0.9, 0.999, 0.0) {}
+  explicit ScheduleFreeOptions(double lr = 2.5e-3) : ListedBetas(lr, 0.9, 0.999, 0.0) {}  // `lr`: the learning rate
 
   TORCH_ARG(double, eps) = 1e-8;         // added to the denominator
   TORCH_ARG(int64_t, warmup_steps) = 0;  // number of steps of linear warm-up
@@ -24,8 +22,7 @@ struct ScheduleFreeOptions : internal::ListedBetas<ScheduleFreeOptions> {
   TORCH_ARG(double, weight_lr_power) = 2.0;  // see `r`
 
  public:
-  // Throws std::invalid_argument if a value is out of range.
-  void check() const;
+  void check() const;  // throws std::invalid_argument if a value is out of range
   // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
@@ -65,7 +62,7 @@ struct ScheduleFreeParamState : internal::ListedState<ScheduleFreeParamState> {
 // Schedule-free AdamW (Defazio et al., 2024, algorithm 1 with Adam's base; schedulefree's AdamWScheduleFree). Needs no
 // learning-rate schedule, and no total number of steps. Evaluation and export use the average of the iterates
 // (swap_in_averages()). In training, parameters are between the average and the last iterate. Elementwise: results are
-// bit-equal under any sharding. Each parameter has its own count of the steps in which it had a gradient.
+// bit-equal under any sharding. Each parameter counts only the steps in which it had a gradient.
 class ScheduleFreeAdamW
     : public internal::ListedOptimizer<ScheduleFreeOptions, ScheduleFreeParamState, internal::Sees::kElements>,
       public Averages {

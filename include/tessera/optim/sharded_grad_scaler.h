@@ -49,25 +49,23 @@ class ShardedGradScaler {
   bool step(torch::optim::Optimizer& optimizer);
 
   // Ends the step, and raises, lowers or keeps the scale. Keeps it if fp32 cannot represent the new scale or its
-  // reciprocal. Throws std::logic_error without an unscale_() or step() since the last update().
+  // reciprocal. Throws std::logic_error if neither unscale_() nor step() was called since the last update().
   void update();
 
-  // Returns the current scale.
-  double get_scale() const { return scale_; }
+  double get_scale() const { return scale_; }  // the current scale
 
   // The state for checkpoints. Must be loaded between update() and scale().
   struct State {
     double scale = 0;
     int64_t finite_steps = 0;  // successive finite steps since the scale changed
   };
-  // Returns the state, equal on all ranks. Must be called after update().
-  State state() const { return {scale_, finite_steps_}; }
-  // Continues from `state`. Throws std::invalid_argument if its scale would be refused as an initial scale.
+  State state() const { return {scale_, finite_steps_}; }  // equal on all ranks; must be called after update()
+  // Continues from `state`. Throws std::invalid_argument if state.scale is not a valid initial_scale.
   void load_state(State state);
 
  private:
   struct Seen {
-    bool is_finite = false;  // also if unscale_() has thrown: step() then skips the optimizer's step
+    bool is_finite = false;  // false also if unscale_() threw, so that step() skips the optimizer's step
     bool has_stepped = false;
   };
 

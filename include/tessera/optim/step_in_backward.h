@@ -25,7 +25,8 @@ struct StepInBackwardOptions {
   double norm_type = 2.0;
   // If max_norm is set: takes steps during backward, without clipping. If the norm is too large, finish() rolls them
   // back, and steps with clipped gradients. The option does not change results. Faster if clipping is rare. Keeps
-  // copies of parameters and state, in host memory or on disk: 12 bytes per fp32 element on this rank, 16 with amsgrad.
+  // copies of parameters and state where these are, on the host, a disk or the device: 12 bytes per fp32 element on
+  // this rank, 16 with amsgrad.
   bool speculative = false;
   // Processors (numbered as in taskset) for the step's threads, one thread on each. Empty: as many threads as the
   // caller has, on any processors. Other threads may still run on these processors; `taskset` or the launcher can
@@ -33,8 +34,8 @@ struct StepInBackwardOptions {
   std::vector<int> processors{};
 };
 
-// Runs the optimizer's step unit by unit during backward, on its own thread, as gradients become final (ZeRO-Offload's
-// overlap of the CPU optimizer with backward).
+// Runs the optimizer's step unit by unit during backward, on a thread of this object, as gradients become final
+// (ZeRO-Offload's overlap of the CPU optimizer with backward).
 //
 //   HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(3e-4));
 //   StepInBackward step(fsdp, optimizer);
@@ -97,7 +98,7 @@ class StepInBackward {
   std::vector<at::Tensor> deferred_;                                // parameters that finish() steps, or steps again
   std::unordered_set<const c10::TensorImpl*> arrived_;              // parameters whose gradients arrived since finish()
   std::optional<ScopeExit> refusal_;                                // set while steps are in flight or unconfirmed
-  bool must_be_taken_back_ = false;                                 // true if abandon() could not roll back
+  bool must_be_taken_back_ = false;                                 // true: abandon() failed; finish() must roll back
   int64_t times_taken_back_ = 0;
   double suggested_device_fraction_ = 0;
 
