@@ -48,7 +48,7 @@ DecoderOptions decoder_of(const std::string& text);
 // sequence, cross attention, quantized weights, and fewer positions than the sequence.
 DecoderOptions decoder_of_config(const std::filesystem::path& file, int64_t sequence, int64_t batch);
 
-// Returns the options. Throws std::invalid_argument if they do not define a model, or have more than 1000 layers.
+// Returns the options. Throws std::invalid_argument if they define no valid model, or more than 1000 layers.
 const DecoderOptions& checked(const DecoderOptions& options);
 
 // One layer: attention and MLP, each after a norm and with a residual connection.

@@ -21,8 +21,7 @@ struct DryRunOptions {
   int rank = 0;
   // At least 2, because the first step creates the optimizer's state. All later steps have equal costs.
   int steps = 2;
-  // Number of consecutive ranks that read each other's memory, as gloo ranks of one host do. 0: all ranks. 1: none
-  // (NCCL).
+  // Number of consecutive ranks that read each other's memory, like gloo's ranks of a host. 0: all. 1: none (NCCL).
   int ranks_sharing_memory = 0;
 };
 
@@ -100,17 +99,17 @@ RunRecord run_recorded(RunScope& scope, MakeModel& make_model, Step& step) {
 // run, and collectives move no data (CountingCommunicator). The run assumes that all ranks have equal data and use the
 // same parameters.
 //
-// Counts CPU tensors when they are allocated and freed. Tensors on a GPU have the same sizes. However, some libraries
-// use other kernels on a GPU (attention, convolutions), which save other tensors for backward. The allocator's rounding
-// and the kernels' scratch memory are not counted.
+// Counts CPU tensors when they are allocated and freed. Tensors on a GPU have the same sizes. However, some operators
+// (attention, convolutions) have other kernels on a GPU, which save other tensors for backward. The allocator's
+// rounding and the kernels' scratch memory are not counted.
 //
 // Numbers, counters, integer tensors (tokens, masks), floating-point tensors of at most 4 KiB, and values computed from
 // them alone are real. A value that was not computed (a loss's item(), a norm) reads as 0, and RunRecord::stand_ins
-// lists the operator. Code that bypasses the dispatcher reads zeros. Throws std::invalid_argument, naming the operator,
-// if a result's shape depends on missing values. Also throws it if libtorch cannot infer a shape in C++ and the
-// operator is too large to run, and if `steps` is below 2. Throws std::logic_error in a nested run on this thread.
-// Restores the default CPU generator. Not collective. Uses one thread. While the first dry run of a process starts, no
-// other thread may create tensors.
+// lists the operator. Code that reads memory without the dispatcher reads zeros. Throws std::invalid_argument, naming
+// the operator, if a result's shape depends on missing values. Also throws it if libtorch cannot infer a shape in C++
+// and the operator is too large to run, and if `steps` is below 2. Throws std::logic_error in a nested run on this
+// thread. Restores the default CPU generator. Not collective. Uses one thread. While the first dry run of a process
+// starts, no other thread may create tensors.
 template <class MakeModel, class Step>
 RunRecord dry_run(MakeModel make_model, Step step, const DryRunOptions& options = {}) {
   RunScope scope(options);

@@ -32,7 +32,7 @@ class SpeedCurve {
 };
 
 // The time of one operator as a function of its work. Work is FLOP plus flop_per_byte * bytes, because memory bandwidth
-// limits products of flat matrices. For operators without FLOP, work is bytes.
+// limits matrix products with a small dimension. For operators without FLOP, work is bytes.
 struct OperatorSpeed {
   double flop_per_byte = 0;
   SpeedCurve curve{};  // seconds by work
@@ -59,7 +59,8 @@ struct LinkSpeed {
 
 // The speed of one rank on one or several machines, while all other ranks do the same work.
 struct MachineSpeed {
-  // For each WorkClass: FLOP to seconds; for kMemory, bytes. Without a curve, convolution and attention use kMatmul's.
+  // For each WorkClass, the curve from FLOP to seconds; for kMemory, from bytes to seconds. Without a curve,
+  // convolution and attention use kMatmul's.
   std::array<SpeedCurve, kWorkClasses> work{};
   // For 16-bit operators. A class without a curve uses `work`.
   std::array<SpeedCurve, kWorkClasses> work_16bit{};
@@ -68,8 +69,8 @@ struct MachineSpeed {
   LinkSpeed within_host{};
   LinkSpeed between_hosts{};
   int ranks_per_host = 0;  // ranks 0 to ranks_per_host - 1 are on the first host, and so on; 0: one host
-  // The share of compute speed that is lost during communication, because both use the same processors. 0 on GPUs with
-  // few channels.
+  // The share of compute speed that is lost during communication, because both use the same processors. About 0 on GPUs
+  // if NCCL uses few channels.
   double lost_to_communication = 0;
 
   // Number of cores that the ranks of a host share; a rank uses at most one at a time. Times are then processor time.
@@ -83,7 +84,7 @@ struct MachineSpeed {
 
   double seconds_of(const RecordedOperator& op) const;  // the operator's time if no communication runs at the same time
 
-  // Throws std::invalid_argument that names missing speeds of operators. Speeds of links are checked at use.
+  // If an operator's speed is missing, throws std::invalid_argument with its name. time_of() checks the links.
   void check() const;
 };
 
@@ -94,7 +95,7 @@ struct CollectiveTime {
   bool between_hosts = false;  // true: uses the link between hosts
 };
 
-// Throws std::invalid_argument with the message that the time of `operation` cannot be computed.
+// Throws std::invalid_argument: the time of `operation`, a collective, cannot be predicted.
 [[noreturn]] void refuse_collective(const std::string& operation);
 
 // Returns the time of a collective. In a group of n ranks, a rank sends (n - 1) / n of the full tensor for an
@@ -112,8 +113,7 @@ void write_speed(const MachineSpeed& speed, const std::filesystem::path& file);
 // Parses "400Gbit", "400Gb/s", "50GB/s", "50GB", "64GiB/s": b and bit are bits, B is bytes; "/s" is optional. A number
 // without a unit is in bytes, and must be a million or more. Throws std::invalid_argument that names the text.
 double bytes_per_s_of_text(const std::string& text);
-// Parses "300TFLOP/s", "300TFLOPS", or a number of FLOP from a million on. Throws std::invalid_argument for any other
-// text.
+// Parses "300TFLOP/s", "300TFLOPS", or a number of a million or more. Throws std::invalid_argument for any other text.
 double flop_per_s_of_text(const std::string& text);
 // Parses "10us", "2ms". Throws std::invalid_argument for any other text, also for a number without a unit.
 double seconds_of_text(const std::string& text);

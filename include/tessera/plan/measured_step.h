@@ -27,7 +27,7 @@ struct MeasuredStep {
   std::vector<MeasuredInterval> intervals;
 };
 
-// Returns the step of median time of a rank, from the last run in a file of TESSERA_TRACE. Ignores the first step,
+// Returns `rank`'s step of median time, from the last run in a trace file (TESSERA_TRACE). Ignores the first step,
 // which creates the optimizer's state. A step ends with an optimizer's span. Throws std::invalid_argument, naming the
 // file, if it is unreadable, not a trace, or has fewer than three steps of the rank, including the first.
 MeasuredStep measured_step(const std::filesystem::path& trace, int rank);

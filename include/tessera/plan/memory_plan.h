@@ -42,8 +42,7 @@ struct Machines {
   int64_t host_memory_bytes = 0;        // memory of each host, for offload and copies; 0: unknown
   std::optional<int> copies = {};       // ElasticOptions::copies; empty: the run is not elastic
 
-  // Returns the number of ranks on the first host.
-  int ranks_on_host() const { return std::min(ranks, ranks_per_host); }
+  int ranks_on_host() const { return std::min(ranks, ranks_per_host); }  // ranks on the first host
   // Returns DryRunOptions::ranks_sharing_memory: ranks_per_host if the speed is that of CPUs, otherwise 1.
   int ranks_sharing_memory() const { return speed != nullptr && speed->cores > 0 ? ranks_per_host : 1; }
 };
@@ -52,7 +51,7 @@ struct Machines {
 // `copies` other parts. After a loss of ranks, it holds up to three steps of larger parts. `record` must use AdamW.
 int64_t copies_bytes(const RunRecord& record, const TrainingChoice& choice, int ranks, int copies);
 
-// Runs the choice as a dry run. Throws like run() and predict_step(), but stores errors of libtorch in `why_not`.
+// Makes a dry run of the choice. Throws like model.run() and predict_step(), but stores libtorch's errors in `why_not`.
 PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& choice, const Machines& machines);
 
 // Returns PlannedTraining::time for a record of the choice, with intervals. Throws like predict_step().
@@ -67,13 +66,14 @@ inline constexpr double kUsable = 0.9;
 // hosts, the least traffic, the fewest options that are not defaults, the least memory.
 int recommended(const std::vector<PlannedTraining>& plans, const Machines& machines);
 
-// Returns the plans' indices in order of preference, then those that do not fit, by memory, then those that cannot run.
+// Returns the plans' indices: first of plans that fit, in order of preference; then of plans that do not fit, by
+// memory; last of plans that cannot run.
 std::vector<int> by_preference(const std::vector<PlannedTraining>& plans, const Machines& machines);
 // Returns a table with each plan's memory, milliseconds of a step and tokens a second (if known), and whether the plan
-// fits. Marks the recommended plan. Below the table are the unknowns, and the options of that plan.
+// fits. Marks the recommended plan. Below the table are the unknown values, and the options of the recommended plan.
 std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines& machines);
 
-// Parses "80GiB", "24GB", "512MiB", or a number of bytes from a million on. Throws std::invalid_argument for any other
+// Parses "80GiB", "24GB", "512MiB", or a number of bytes, a million or more. Throws std::invalid_argument for any other
 // text.
 int64_t bytes_of_text(const std::string& text);
 

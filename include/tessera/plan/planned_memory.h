@@ -17,7 +17,7 @@ class PlannedMemoryScope {
   PlannedMemoryScope(const PlannedMemoryScope&) = delete;
   PlannedMemoryScope& operator=(const PlannedMemoryScope&) = delete;
 
-  static int64_t current();  // peak_bytes on this thread; 0 without a plan
+  static int64_t current();  // peak_bytes of this thread's innermost object; 0 if none
 
  private:
   const int64_t before_;

@@ -29,7 +29,7 @@ class PlannedModel {
   PlannedRun run(const TrainingChoice& choice, int world_size, int rank, int ranks_sharing_memory = 0) const {
     return run_as(choice, {.world_size = world_size, .rank = rank, .ranks_sharing_memory = ranks_sharing_memory});
   }
-  // Returns the number of tokens in a rank's step, or of samples if the first input is not integral.
+  // Returns the number of tokens in a rank's step. If the first input is not integral, returns the number of samples.
   virtual int64_t tokens_of_rank() const = 0;
   // Returns the source text of the wrap policy for these units; "" for no policy.
   virtual std::string policy_text(UnitChoice units) const = 0;
@@ -44,9 +44,10 @@ class PlannedModel {
 std::unique_ptr<PlannedModel> planned_decoder(const DecoderOptions& options);
 
 // Returns the model of an archive of torch.export, with inputs of zeros (ExportedModule::example_inputs). The loss is
-// the output "loss"; otherwise, of the floating-point outputs that need gradients, the first scalar, or else the sum of
-// the first. If a class has several numbered modules, such as "layers.3", each is a unit. Throws ExportedError, and
-// std::invalid_argument for unsupported sizes and for archives without such an output.
+// the output "loss". If there is none, the loss is the first scalar among the floating-point outputs that need
+// gradients; if there is no scalar, the sum of the first of these outputs. If a class has several numbered modules,
+// such as "layers.3", each is a unit. Throws ExportedError, and std::invalid_argument for unsupported sizes and for
+// archives without such an output.
 std::unique_ptr<PlannedModel> planned_archive(std::filesystem::path archive, int64_t batch, int64_t sequence);
 
 }  // namespace tessera

@@ -23,14 +23,10 @@ inline bool is_tensors(MemoryKind kind) {
 struct BytesByKind {
   std::array<int64_t, kMemoryKinds> bytes{};
 
-  // Returns the bytes of one kind.
-  int64_t operator[](MemoryKind kind) const { return bytes[static_cast<size_t>(kind)]; }
-  // Returns the bytes of one kind, mutable.
-  int64_t& operator[](MemoryKind kind) { return bytes[static_cast<size_t>(kind)]; }
-  // Returns the sum over the kinds for which is_tensors() is true.
-  int64_t tensors() const;
-  // Returns whether all kinds are equal.
-  bool operator==(const BytesByKind&) const = default;
+  int64_t operator[](MemoryKind kind) const { return bytes[static_cast<size_t>(kind)]; }  // bytes of one kind
+  int64_t& operator[](MemoryKind kind) { return bytes[static_cast<size_t>(kind)]; }       // bytes of one kind, mutable
+  int64_t tensors() const;                              // sum over the kinds for which is_tensors() is true
+  bool operator==(const BytesByKind&) const = default;  // compares every kind
 };
 
 // A call of an operator, as dispatched below autograd, and the memory in use until the next call.
@@ -69,7 +65,7 @@ struct RecordedCollective {
   int64_t bytes = 0;      // bytes of the full tensor
   int step = 0;
   size_t operators = 0;  // operators called before the collective's start
-  int root = 0;          // rank in the group that sends to or receives from all others, if any
+  int root = 0;          // for operations with a root: the root's rank in the group
   // The world ranks of the group's members, shared by all collectives of the group; null: all ranks.
   std::shared_ptr<const std::vector<int>> members;
   std::optional<RecordedWait> wait;  // empty: never awaited
@@ -95,16 +91,14 @@ struct RunRecord {
   int64_t scratch = 0;                // largest memory that one operator allocated and freed; 0 in a dry run
   int64_t flop = 0;                   // FLOP in the last step
   std::vector<int64_t> flop_by_unit;  // FLOP in the last step, by index in `units`
-  // Dry run only: the operators that requested a missing value and received 0, once for each unit.
+  // Dry run only: the operators that read a missing value and received 0, each once for each unit.
   std::vector<std::string> stand_ins;
 
-  // Returns the bytes of tensors at the peak.
-  int64_t peak_bytes() const { return peak.tensors(); }
+  int64_t peak_bytes() const { return peak.tensors(); }  // bytes of tensors at the peak
   // Returns the place of the peak: "step 2, in backward, at aten::mm of unit 'blocks.3', in blocks.3.mlp.up". Returns
   // "" if the record has no operators.
   std::string peak_place() const;
-  // Returns the bytes of the full tensors in a step's collectives.
-  int64_t collective_bytes(int step) const;
+  int64_t collective_bytes(int step) const;  // bytes of the full tensors in a step's collectives
   // Returns a summary in several lines of text: the peak, its content and place, FLOP and collectives.
   std::string summary() const;
 };

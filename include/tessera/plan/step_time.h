@@ -45,8 +45,9 @@ struct StepTime {
 //
 // If MachineSpeed::cores is set, simulates all ranks of a host, because they share the cores. See shared_cores.h.
 StepTime predict_step(const RunRecord& record, const MachineSpeed& speed, int step = 0);
-// Like the function above, for the first rank of a host; `of_ranks` has the records of all its ranks, in rank order.
-// With MachineSpeed::cores, ranks with more work delay the others. Also throws std::invalid_argument without records.
+// Like the function above, for the first rank of a host. `of_ranks` has the records of the host's ranks, in rank order.
+// With MachineSpeed::cores, ranks with more work delay the others. Also throws std::invalid_argument if `of_ranks` is
+// empty.
 StepTime predict_step(const std::vector<RunRecord>& of_ranks, const MachineSpeed& speed, int step = 0);
 
 }  // namespace tessera

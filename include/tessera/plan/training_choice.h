@@ -25,7 +25,7 @@ struct TrainingChoice {
   int ranks_per_copy = 0;                  // stage 3: HybridSharding; 0: one copy over all ranks
   int ranks_per_secondary_copy = 0;        // stage 3 with reshard_after_forward: HybridSharding; 0: none
   int prefetch = 1;                        // stage 3: FsdpOptions::prefetch
-  // stages 1 to 3, true: gradients, optimizer state and (stage 3) shards are in host memory
+  // Stages 1 to 3. true: gradients, optimizer state and (stage 3) shards are in host memory.
   bool offload = false;
   bool operator==(const TrainingChoice&) const = default;
 };
