@@ -29,12 +29,12 @@ struct ActivationOffloadOptions {
 //   loss.backward();
 //
 // Copies overlap computation, at most two in each direction. When a third copy to the host starts, forward frees the
-// oldest one on the device. Backward fetches the input of the next block in advance. Results are bit-equal to those
-// without offload. Thread-safe. Autograd graphs of the blocks may outlive this object; scopes must not.
+// device memory of the oldest one. Backward fetches the input of the next block in advance. Results are bit-equal to
+// those without offload. Thread-safe. Autograd graphs of the blocks may outlive this object; scopes must not.
 class ActivationOffload {
  public:
-  // Tensors in memory of another type, such as masks in host memory, stay there. Others must be on `device`, which is
-  // the thread's current device if it has no index.
+  // Offloads tensors of `device`. Tensors of other device types, such as masks in host memory, stay where they are. If
+  // `device` has no index, uses the thread's current device.
   explicit ActivationOffload(at::Device device, ActivationOffloadOptions options = {});
   ~ActivationOffload();
 
@@ -50,19 +50,16 @@ class ActivationOffload {
    private:
     ActivationOffload* const before_;
   };
-  // Returns the offload of this thread's innermost scope; null outside scopes.
-  static ActivationOffload* current();
+  static ActivationOffload* current();  // the offload of this thread's innermost scope; null outside scopes
 
   // Returns the tensor, on its original device. Dense tensors keep their strides. May be called several times.
   using Fetch = std::function<at::Tensor()>;
   // Copies a tensor to the host, and keeps the copy until the returned function is destroyed. Returns an empty function
-  // if the tensor stays on the device. Throws std::runtime_error if the copy would exceed host_limit_bytes.
+  // if the tensor is not copied. Throws std::runtime_error if the copy would exceed host_limit_bytes.
   Fetch keep(const at::Tensor& tensor);
 
-  // Returns the bytes of host memory in use now.
-  int64_t host_bytes() const;
-  // Returns the number and bytes of copies since construction.
-  internal::CopyTraffic traffic() const;
+  int64_t host_bytes() const;             // bytes of host memory in use now
+  internal::CopyTraffic traffic() const;  // number and bytes of copies since construction
 
  private:
   class Pipeline;

@@ -22,8 +22,8 @@ namespace tessera {
 class Autocast {
  public:
   // `dtype`: kBFloat16 or kHalf, or kFloat while an outer object casts to 16 bits. Empty: the outer object's; without
-  // one, kBFloat16 on CPUs and kHalf on GPUs. `caches`: true casts each weight only once while the object exists;
-  // empty: the outer object's. Throws std::invalid_argument for any other dtype.
+  // an outer object, kBFloat16 on CPUs and kHalf on GPUs. `caches`: true casts each weight only once while the object
+  // exists; empty: the outer object's value, or true without one. Throws std::invalid_argument for any other dtype.
   explicit Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype = std::nullopt, bool enabled = true,
                     std::optional<bool> caches = std::nullopt);
   ~Autocast();

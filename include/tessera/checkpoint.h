@@ -35,7 +35,7 @@ class FileLock;
 //   extra       JSON of rank 0 (step, position, ...); numbers must be finite, and binary data is not allowed
 //
 // Throws CheckpointError for files and CommError for a broken group. Throws std::invalid_argument for bad arguments,
-// for objects or options that differ between ranks, and while the averages of a given Ema or optimizer are swapped in.
+// for objects or options that differ between ranks, and while the averages of a passed Ema or optimizer are swapped in.
 
 // Writes a checkpoint, and blocks until the checkpoint is complete and durable. Until then, the directory keeps its old
 // content. Saves the buffers of rank 0. If the group has an asynchronous save in flight, first waits for that save. If
@@ -111,8 +111,8 @@ nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& mo
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
                                const LoadOptions& options = {});
 
-// The result of load_newest_checkpoint(). `damaged` has one error for each skipped checkpoint: first checkpoints of
-// unknown age, then the others from newest to oldest.
+// The result of load_newest_checkpoint(). `damaged` has the error of each skipped checkpoint: first those of
+// checkpoints of unknown age, then the others from newest to oldest.
 struct LoadedCheckpoint {
   std::filesystem::path path;
   nlohmann::json extra;
@@ -123,9 +123,9 @@ struct LoadedCheckpoint {
 // checkpoint with a damaged manifest, because its age is unknown. Collective. First waits for a save in flight.
 //
 // Returns nullopt if the folder has no checkpoint. Throws CheckpointError if all are damaged, or if the folder is a
-// checkpoint, a file or a broken link. Throws CheckpointMismatch like load_checkpoint(). If an error does not prove
-// damage, throws it; loading an older checkpoint instead would lose progress. Such errors are StorageUnavailable (no
-// answer, no permission, too many open files, an unreadable disk), and CheckpointError for lack of memory.
+// checkpoint, a file or a broken link. Throws CheckpointMismatch like load_checkpoint(). An error that does not prove
+// damage is thrown, because loading an older checkpoint instead would lose progress. Such errors are StorageUnavailable
+// (no answer, no permission, too many open files, an unreadable disk), and CheckpointError for lack of memory.
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, const TrainingState& state,
                                                        const LoadOptions& options = {});
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, ModelShards& model,
@@ -142,8 +142,9 @@ std::optional<std::filesystem::path> latest_checkpoint(const std::filesystem::pa
 class FolderLock {
  public:
   // Creates the folder if missing. If another job holds the lock, throws CheckpointError with folder, process and host.
-  // Throws std::invalid_argument for an empty or remote path. If the file system has no locks, a holder's name in the
-  // file is the lock. Ignores the name of a dead process of this host; other stale files must be removed by hand.
+  // Throws std::invalid_argument for an empty or remote path. If the file system has no locks, the name of a holder in
+  // the file is the lock. Ignores the name of a dead process of this host; after the death of a process of another
+  // host, the file must be removed by hand.
   explicit FolderLock(const std::filesystem::path& folder);
   ~FolderLock();
   FolderLock(FolderLock&& other) noexcept;

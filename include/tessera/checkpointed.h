@@ -61,10 +61,10 @@ void require_same(const std::vector<at::Tensor>& before, const std::vector<at::T
 // Gradients flow to the tensors among the inputs (all types supported by include/tessera/visit_tensors.h) and to the
 // parameters that the function uses. A lambda must not capture non-leaf tensors that need gradients; pass them as
 // inputs. Results that are not tensors come from the first call. The function and its inputs other than tensors are
-// copied, and must compute equal results in the second call. For the second call, autocast and random generators are
-// restored. These are the default generators of the CPU, of the thread's current device, and of the devices of inputs
-// and outputs. While an ActivationOffload::Scope is open, input tensors are kept in host memory. Without autograd
-// (NoGradGuard, InferenceMode), checkpointed() only calls the function.
+// copied. The second call of the function must compute equal results. For the second call, autocast and random
+// generators are restored. These are the default generators of the CPU, of the thread's current device, and of the
+// devices of inputs and outputs. While an ActivationOffload::Scope is open, input tensors are kept in host memory.
+// Without autograd (NoGradGuard, InferenceMode), checkpointed() only calls the function.
 //
 // Throws std::invalid_argument if the function changes an input in place, or replaces a tensor that was passed by
 // reference. Backward throws std::invalid_argument if an input has changed since the call. It throws std::logic_error

@@ -45,7 +45,7 @@ class [[nodiscard]] Pending : public internal::OperationHandle<internal::AsyncOp
 
   // On gloo, blocks until the operation completes, at most for the group's timeout. On NCCL, only makes the device's
   // current stream wait. The caller may then read the results and change the arguments, on that stream. A second call
-  // is a no-op. Throws CommError, which names the operation, the unit and the rank.
+  // is a no-op. If the operation fails, throws CommError, which names the operation, the unit and the rank.
   void wait();
 };
 
@@ -63,7 +63,7 @@ class CommunicatorBackend {
   // Returns whether an all-gather or reduction of `full_numel` elements moves data only in Pending::wait(), so that an
   // early start overlaps nothing. True for gloo if all ranks share memory, except for small operations.
   virtual bool is_lazy(int64_t /*full_numel*/) const { return false; }
-  // Whether start() accepts Collective::pieces.
+  // Returns whether start() accepts a full tensor as pieces that are not concatenated (Collective::pieces).
   virtual bool takes_pieces() const { return false; }
   // Throws std::invalid_argument, naming `what`, if tensors have no values, as in a dry run (CountingCommunicator).
   virtual void require_values(std::string_view /*what*/) const {}
@@ -80,7 +80,8 @@ class CommunicatorBackend {
   // passes no members and position -1, and receives null.
   virtual std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                                   int position) = 0;
-  // Throws CommError if an operation was aborted, even after its wait(). If `all`, first waits for all operations.
+  // If an operation was aborted, even after its wait(), throws CommError, whose text begins with `what`. If `all`,
+  // first waits for all operations.
   virtual void require_ended(std::string_view /*what*/, bool /*all*/) {}
 
   // Detects a second thread in start() or in a blocking call. See refuse_second_thread().
@@ -100,13 +101,14 @@ class CommunicatorBackend {
 
 // One rank's membership in a group of ranks that train together.
 //
-// Every operation is collective: all ranks must call it in the same order with the same counts. A call starts the
-// operation, and Pending::wait() waits for it, at most for timeout(). Tensors must be contiguous, on device(), and
+// Every operation is collective: all ranks must call the operations in the same order with equal counts. A call starts
+// the operation, and Pending::wait() waits for it, at most for timeout(). Tensors must be contiguous, on device(), and
 // without conjugate or negative bits. Before wait(), tensors must not be changed, and results must not be read.
 // Operations that only move data accept any dtype. Reductions accept integers of 8 to 64 bits (NCCL: not 16), Half,
 // BFloat16, Float and Double; averages accept the floating types. `what` names the purpose of the operation ("unit
-// 'blocks.3'"). It must be equal on all ranks, and appears in errors. `counts` are the ranks' numbers of elements, in
-// rank order; 0 is allowed. If `counts` is empty, parts are equal, and `full` has size() times the elements of `shard`.
+// 'blocks.3'"). It must be equal on all ranks, and appears in errors. `counts` are the numbers of elements in the
+// ranks' parts, in rank order; 0 is allowed. If `counts` is empty, parts are equal, and `full` has size() times the
+// elements of `shard`.
 //
 // On gloo, reductions add in rank order. So a sum has the same bits in every run and from every kind of reduction.
 // 16-bit types are added in fp32 and rounded once. An average is the sum divided by size(). On NCCL, the order of
@@ -114,7 +116,7 @@ class CommunicatorBackend {
 //
 // All ranks must wait for operations in the same order, within a group and across groups. If one rank waits in a group
 // and another rank in its parent group, both deadlock. On gloo, an error that names both waits soon ends the deadlock.
-// Exception: if each rank has started the operation for which the other waits, only the timeout ends the deadlock.
+// Exception: if each rank has started the operation for which the other rank waits, only the timeout ends the deadlock.
 //
 // A communicator must be called by one thread at a time; this includes waits. If Tessera detects a second thread, it
 // aborts the group. All operations throw std::invalid_argument for invalid arguments, and CommError for a broken group.
@@ -159,7 +161,8 @@ class Communicator : public internal::CommunicatorBackend {
   // CommError, whose text begins with `what`. Must be called before results are returned to the user: NCCL's wait()
   // does not block the host, so results may be undefined after a peer's death. On gloo, a no-op. Not collective.
   void throw_if_aborted(std::string_view what);
-  // Copies the result of an operation to host memory, after its wait(). Throws CommError if the operation was aborted.
+  // Copies the result of an operation to host memory. Must be called after its wait(). If the operation was aborted,
+  // throws CommError, whose text begins with `what`.
   at::Tensor to_host(const at::Tensor& result, std::string_view what);
 
   // Makes a new group of the ranks with the same `color`, numbered by `key`, then by rank (MPI_Comm_split). The new
@@ -189,7 +192,7 @@ class Communicator : public internal::CommunicatorBackend {
   // InitOptions::registered_memory is set.
   virtual at::Tensor buffer(int64_t numel, at::ScalarType dtype);
 
-  // Starts an operation for which this class has no other function. For Tessera only.
+  // Starts any operation, also those for which this class has no other function. For Tessera only.
   Pending begin(internal::Collective collective);
 
  protected:

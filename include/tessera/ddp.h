@@ -7,19 +7,22 @@
 
 namespace tessera {
 
-// The dtype of gradients on the wire. kNone: the gradients' own. Others: rounded, added in fp32, and rounded again.
+// The dtype of gradients on the wire. kNone: the gradients' own. With the other values, gradients are rounded, added in
+// fp32, and rounded again.
 enum class GradientCompression { kNone, kFp16, kBf16 };
 
 // Options of DistributedDataParallel, mostly named after the arguments of the class in torch.nn.parallel.
 struct DdpOptions {
-  // Upper limit of a bucket (PyTorch's bucket_cap_mb). Buckets are reduced in backward, last layers first. The first
-  // has a lower limit, to start communication early. On CPUs, without compression and backend_all_reduce, gradients of
-  // 2 MiB or more are reduced alone, in autograd's memory. This memory becomes `.grad` unless another tensor shares it.
+  // Upper limit of a bucket's bytes (PyTorch's bucket_cap_mb). Buckets are reduced in backward, last layers first. The
+  // first bucket has a lower limit, so that communication starts early. On CPUs, without compression and
+  // backend_all_reduce, gradients of 2 MiB or more are reduced alone, in autograd's memory. This memory becomes `.grad`
+  // unless another tensor shares it.
   int64_t bucket_bytes = int64_t{25} << 20;
   int64_t first_bucket_bytes = int64_t{1} << 20;
 
   // If only some ranks use a parameter, missing gradients count as zero. true: a parameter that no rank used keeps its
-  // gradient. false: such a parameter makes the next forward throw std::runtime_error, unless static_graph is set.
+  // earlier `.grad`. false: such a parameter makes the next forward throw std::runtime_error, unless static_graph is
+  // set.
   bool find_unused_parameters = false;
 
   // true: gradients that share a bucket are views of the bucket, which saves copies and their memory.
@@ -29,8 +32,9 @@ struct DdpOptions {
   // compare the sets of used parameters in the first two backwards, but not in later ones.
   bool static_graph = false;
 
-  bool broadcast_buffers = true;   // true: after a training forward outside no_sync(), the next sends rank 0's buffers
-  bool sync_module_states = true;  // true: rank 0 sends its parameters and buffers at construction
+  // true: after a training forward outside no_sync(), the next forward first sends rank 0's buffers to all ranks.
+  bool broadcast_buffers = true;
+  bool sync_module_states = true;  // true: rank 0 sends its parameters and buffers; false: they must be equal
   GradientCompression compression = GradientCompression::kNone;  // the wire format of gradients
 
   // For debugging. N > 0: compares all ranks' parameters in every N-th training forward. Throws std::runtime_error with
@@ -38,7 +42,8 @@ struct DdpOptions {
   int64_t compare_replicas_every = 0;
 
   // true: uses the backend's all-reduce, with any order of additions. false: uses Tessera's, which adds in rank order.
-  // On CPUs, true adds a barrier before each bucket to compare its size on all ranks, which prevents overlap.
+  // On CPUs, true adds a barrier before each bucket to compare its size on all ranks. The barrier prevents overlap with
+  // backward.
   bool backend_all_reduce = false;
 
   // A gradient that has its own bucket and at least this many bytes is reduced from autograd's memory, without a copy.
@@ -91,8 +96,7 @@ class DistributedDataParallel : public internal::DdpModule {
     return forward(std::forward<Args>(args)...);
   }
 
-  // Returns the wrapped module, for example for module()->eval().
-  Holder module() const { return module_; }
+  Holder module() const { return module_; }  // the wrapped module, for example for module()->eval()
 
  private:
   Holder module_;

@@ -27,7 +27,8 @@ class EpochOrder {
   // Returns the item at position `place` of the sequence, which is in epoch place / items_numel(). Keeps one epoch's
   // permutation in memory, 8 bytes an item.
   int64_t item(int64_t place);
-  // Returns a random number in [0, bound), fixed for each epoch. Throws std::invalid_argument unless bound > 0.
+  // Returns a random number in [0, bound): the same in each call for an epoch. Throws std::invalid_argument unless
+  // bound is above 0.
   int64_t draw_of_epoch(int64_t epoch, int64_t bound);
 
  private:
@@ -54,7 +55,7 @@ struct DistributedSamplerOptions {
                            // one item, and so one batch, fewer than others. Such loops need ranks_with_data().
 };
 
-// Selects the items of each rank, in an order that survives a restart with another world size
+// Selects the items of each rank, in an order that continues after a restart with another world size
 // (torch.utils.data.DistributedSampler with a position). A step takes the next ranks * batch_numel * accumulation items
 // of EpochOrder. If this product stays equal, a step has the same items at any world size. Each rank receives
 // consecutive items of the step. Ranks never share an item, unless the step repeats items. Not collective.
@@ -93,7 +94,8 @@ class DistributedSampler : public torch::data::samplers::Sampler<>, public State
   // For data loaders: returns the next batch of the epoch, and nullopt after the last one. Throws std::invalid_argument
   // unless `batch_numel` equals the option of that name.
   std::optional<std::vector<size_t>> next(size_t batch_numel) override;
-  // For data loaders: begins a loop over the rest of the epoch. If the number of items changes, restarts the epoch.
+  // For data loaders: begins a loop over the rest of the epoch. If `new_items_numel` differs from the number of items,
+  // adopts it and restarts the epoch.
   void reset(std::optional<size_t> new_items_numel = std::nullopt) override;
 
   // Begins an epoch; needed only to skip or repeat epochs. A no-op for the current epoch, so that a resumed loop

@@ -19,8 +19,8 @@ namespace tessera {
 
 // Training that survives the death of ranks. Every few steps each rank copies its part of the training state to the
 // memory of other ranks. If a rank dies, the surviving processes form a smaller group, and continue from the newest
-// step of which all parts are in memory. A restarted or spare process joins between two steps, and copies its part from
-// the members' memory. docs/elastic.md is the guide.
+// step whose parts are all still in memory. A restarted or spare process joins between two steps, and copies its part
+// from the members' memory. docs/elastic.md is the guide.
 //
 //   tessera::Elastic elastic(options);
 //   elastic.run([&](tessera::ElasticRun& run) {   // called again after each change of the group
@@ -100,19 +100,17 @@ class ElasticRun {
   const std::shared_ptr<Communicator>& comm() const;  // the current group
   // Returns the number of completed steps. After restore(), counts from the step of the restored state.
   int64_t step() const;
-  // Returns the number of backward passes in a step. kKeep: first world size / current world size, rounded up.
+  // Returns the number of backward passes in a step. kKeep: first / current world size, rounded up. kFollow: 1.
   int accumulation() const;
-  // Returns the world size of the first group, also in a process that has joined later.
-  int first_world() const;
-  // Returns the number of changes of the group so far; 0 for the first group.
-  int64_t generation() const;
+  int first_world() const;     // world size of the first group, also in a process that has joined later
+  int64_t generation() const;  // number of changes of the group so far; 0 for the first group
   // Returns the change that led to this group; nullopt for the first group.
   const std::optional<ElasticChange>& change() const;
 
   // Restores the state from copies in memory, or else from the newest checkpoint in ElasticOptions::checkpoints. If
-  // there is neither, keeps the state, unless the run had copied a step; then throws CheckpointError. Registers the
-  // state for commit(); its objects must outlive the last commit(). Returns the restored `extra`, or an empty object.
-  // Collective. Must be called once, before the first commit(). Throws as load_checkpoint() does, and
+  // there is neither, leaves the state unchanged; but if the run had already copied a step, throws CheckpointError.
+  // Registers the state for commit(); its objects must outlive the last commit(). Returns the restored `extra`, or an
+  // empty object. Collective. Must be called once, before the first commit(). Throws as load_checkpoint() does, and
   // std::invalid_argument on every rank if the ranks list different objects.
   nlohmann::json restore(const TrainingState& state);
 
@@ -138,19 +136,19 @@ class Elastic {
   // Collective, except in a process that joins later (ElasticOptions::rendezvous) and waits in run() instead. Throws
   // std::invalid_argument for invalid or unequal options, and CommError like init().
   explicit Elastic(ElasticOptions options = {});
-  // For a program with its own store, which only this constructor uses. Ignores ElasticOptions::process. Begins a run;
-  // a process that joins a run later must use the other constructor.
+  // For a program with its own store, which Elastic uses only in this constructor. Ignores ElasticOptions::process.
+  // Begins a run; a process that joins a run later must use the other constructor.
   Elastic(c10::intrusive_ptr<c10d::Store> store, int rank, int size, ElasticOptions options = {});
-  // Stops serving other ranks. Does not wait for other ranks.
-  ~Elastic();
+  ~Elastic();  // stops serving other ranks; does not wait for them
   Elastic(const Elastic&) = delete;
   Elastic& operator=(const Elastic&) = delete;
 
   // Runs the body once for each group, until the body returns on all ranks. Collective. If a rank is lost, the body's
-  // current operation throws CommError, which must leave the body. Then the ranks regroup, and the body runs again with
-  // the next group. Objects that use the group must be local to the body. If another exception leaves the body and no
-  // rank is lost, the others continue without this rank, and run() rethrows it. Throws CommError if the survivors
-  // cannot regroup (docs/elastic.md), continue without this rank, or all fail three times after one step.
+  // operation throws CommError, which must leave the body. Then the ranks regroup, and the body runs again with the
+  // next group. Objects that use the group must be local to the body. If another exception leaves the body and no rank
+  // is lost, the others continue without this rank, and run() rethrows the exception. Throws CommError if the survivors
+  // cannot regroup (docs/elastic.md), if they continue without this rank, or if all fail three times after the same
+  // step.
   //
   // A process that joins first waits until it is a member. If the run ends first, returns without calling the body.
   // Throws CommError if all members end or are silent for `regroup_timeout`, std::invalid_argument for unequal options.

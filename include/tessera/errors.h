@@ -41,11 +41,11 @@ class ExportedError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Sets the function that receives Tessera's warnings, each a text of one line; null restores the default. Thread-safe.
-// By default, libtorch's warning handler receives a warning if the program has replaced that handler on the calling
-// thread. Otherwise Tessera writes the warning to stderr, but only while a group of init(), run_ranks() or Elastic with
-// ProcessSetup::print_warnings exists. Without such a group, it writes nothing to stdout and stderr. Any thread may
-// call `handler`, even while the process ends. `handler` must not throw.
+// Sets the function that receives Tessera's warnings, each as one line of text; a null `handler` restores the default.
+// Thread-safe. By default, libtorch's warning handler receives a warning if the program has replaced that handler on
+// the calling thread. Otherwise Tessera writes the warning to stderr, but only while a group of init(), run_ranks() or
+// Elastic with ProcessSetup::print_warnings exists. Without such a group, it writes nothing to stdout and stderr. Any
+// thread may call `handler`, even while the process ends. `handler` must not throw.
 void set_warning_handler(std::function<void(const std::string& text)> handler);
 
 }  // namespace tessera

@@ -19,12 +19,13 @@ namespace tessera {
 // Each writer creates its own file in the folder, "events.out.tfevents.<seconds>.<host>.<process>.<number>", and only
 // appends to the file. So resumed runs, and processes that share a folder, write separate files. TensorBoard shows
 // these files as one curve. A file contains only complete records (TFRecord: length, checksum, Event message,
-// checksum), even if the disk is full. After a kill, the last record may be incomplete. Thread-safe.
+// checksum), even if the disk is full. After a kill of the process, the last record may be incomplete. Thread-safe.
 class EventWriter {
  public:
   // Options of EventWriter.
   struct Options {
-    // scalar() writes pending records if the last write is at least this old. A kill loses at most the pending records.
+    // scalar() writes pending records if the last write is at least this old. If the process is killed, at most the
+    // pending records are lost.
     std::chrono::milliseconds flush_every{5000};
     // Called by the writing thread when writes begin to fail. The text has the file, the reason and the consequence.
     // Must not call the writer. Empty: the text becomes a warning (errors.h).
@@ -47,11 +48,8 @@ class EventWriter {
   // records are kept for the next write, up to kMaxKeptBytes; beyond that, the newest points are dropped.
   bool flush() noexcept;
 
-  // Returns the number of dropped points.
-  int64_t dropped() const;
-
-  // Returns the path of the file.
-  const std::filesystem::path& path() const { return path_; }
+  int64_t dropped() const;                                     // number of points that were dropped
+  const std::filesystem::path& path() const { return path_; }  // path of the file
 
   static constexpr size_t kMaxKeptBytes = size_t{4} << 20;  // about 70,000 points
 

@@ -44,9 +44,9 @@ struct ExportedOptions {
   // Operator namespaces that the archive may use besides "aten"; the program must link their libraries.
   std::vector<std::string> operator_namespaces{};
 
-  // false: the archive needs the checks of tools/export_model.py: gradients of decomposed programs, random operators,
-  // ties of tensors without values. If one is missing, loading warns or throws, or modules keep the mode of export.
-  // true: accepts missing checks, and ignores guards that cannot be parsed and the tensors' checksums.
+  // tools/export_model.py checks gradients of decomposed programs, random operators, and ties of tensors without
+  // values, and records the results in the archive. false: if a record is missing, loading warns or throws, or modules
+  // keep the mode of export. true: ignores missing records, guards that cannot be parsed, and checksums.
   bool unchecked = false;
 };
 
@@ -62,10 +62,11 @@ class ExportedProgram;
 //   auto out = model->forward(tessera::NamedInputs{{"input_ids", ids}, {"labels", labels}});
 //   out["loss"].tensor().backward();
 //
-// A submodule's name() is its Python class, or "Module" if Python did not call the submodule. train() and eval(), of
-// one module or of all, switch dropout and batch norm. The initial mode is the mode at export. If Python code branched
-// on a module's mode, that mode is fixed: in the other mode, forward() throws with the module's name. buffers() returns
-// only the persistent buffers, without constants. So saved names equal those of Python's state_dict().
+// A submodule's name() is its Python class, or "Module" if Python's forward() did not call the submodule. train() and
+// eval() of one or all modules switch dropout and batch norm. The initial mode is the mode at export. If Python code
+// branched on a module's mode, that mode is fixed: in the other mode, forward() throws with the module's name.
+// buffers() returns only the persistent buffers, without constants. So saved names equal those of Python's
+// state_dict().
 class ExportedModule : public torch::nn::Module, public internal::HasLinearWeights {
  public:
   // Programs should call load_exported() instead.
@@ -73,9 +74,9 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
   ~ExportedModule() override;
 
   // Takes inputs by position, then by name (NamedInputs). An input is a tensor, a number, None (std::nullopt or an
-  // undefined tensor), or a vector or ExportedValue of these. Returns the result of Python's forward() in its
-  // structure. Throws std::invalid_argument, with the input's name, for an input for which the model was not exported.
-  // Errors of operators name the node and its line of Python.
+  // undefined tensor), or a vector or ExportedValue of these. Returns the result of Python's forward(), with the same
+  // structure. If the model was not exported for an input's type, shape or value, throws std::invalid_argument with the
+  // input's name. Errors of operators name the node and its line of Python.
   template <class... Inputs>
   ExportedValue forward(Inputs&&... inputs) {
     ExportedInputs given;
@@ -86,22 +87,21 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
   ExportedValue operator()(Inputs&&... inputs) {
     return forward(std::forward<Inputs>(inputs)...);
   }
-  // Like forward(), for inputs that the caller has collected.
-  ExportedValue run(const ExportedInputs& inputs);
+  ExportedValue run(const ExportedInputs& inputs);  // like forward(), for collected inputs
 
-  // Returns the names of the inputs of forward(), in order.
-  std::vector<std::string> input_names() const;
-  // Returns inputs of zeros on the CPU, for a dry run. 0 means the size at export. See InputSignature::zeros().
+  std::vector<std::string> input_names() const;  // names of the inputs of forward(), in order
+  // Returns inputs of zeros on the CPU, for a dry run. For `batch` or `sequence` 0, uses the size at export.
   NamedInputs example_inputs(int64_t batch = 0, int64_t sequence = 0) const;
   // Returns a text with the inputs' dtypes, shapes and ranges, and the number of modules of each class.
   std::string describe() const;
-  // Returns the bytes read so far from `weights` and, for deferred tensors, from the archive. Excludes all other reads.
+  // Returns the bytes read so far from files of `weights` and, for deferred tensors, from the archive. Excludes other
+  // reads.
   int64_t weight_bytes_read() const;
 
   // Returns the parameters, tied ones too, that the graph uses only as weights of aten.linear, for quantize_linears().
   std::vector<internal::LinearWeight> linear_weights() override;
 
-  // Like torch::nn::Module::to(). Also moves constants and non-persistent buffers; `dtype` converts only the latter.
+  // Like torch::nn::Module::to(). Also moves constants and non-persistent buffers. `dtype` does not convert constants.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, bool non_blocking = false) override;

@@ -19,10 +19,10 @@ namespace tessera {
 //   loss.backward();  // unshards, reduces, reshards
 //   optimizer.step();
 //
-// Wrapping changes the module in place. Each parameter remains the same tensor object, with its ties and requires_grad,
-// but becomes a view of its unit's storage. The storage has data only while the unit is unsharded. Any operator that
-// uses a parameter first unshards its unit, inside and outside forward and backward. So submodules may be called
-// directly. data_ptr() does not unshard, and is null while the unit is sharded. Changing a parameter outside
+// Wrapping changes the module in place. Each parameter remains the same tensor object, and keeps its ties and
+// requires_grad, but becomes a view of its unit's storage. The storage has data only while the unit is unsharded. Any
+// operator that uses a parameter first unshards its unit, inside and outside forward and backward. So submodules may be
+// called directly. data_ptr() does not unshard, and is null while the unit is sharded. Changing a parameter outside
 // summon_full_params() throws std::logic_error. If all ranks call set_data() with equal data of the parameter's shape
 // and dtype, the next forward uses the new values.
 //
@@ -33,9 +33,9 @@ class FullyShardedDataParallel : public FullyShardedModule {
  public:
   // Collective. Shards the parameters and frees the originals, one unit at a time. If the model or the options differ
   // between ranks, throws std::invalid_argument on every rank, with the name of the first difference. Also throws
-  // std::invalid_argument if a parameter is sparse, already sharded, or not on the communicator's device. These errors,
-  // and a lack of host memory or disk for offload, leave the module as it was. After a later error, such as a lost
-  // rank, deferred tensors are deferred again, but a module that had values cannot be used.
+  // std::invalid_argument if a parameter is sparse, already sharded, or not on the communicator's device. After these
+  // errors, and after a lack of host memory or disk for offload, the module is unchanged. After a later error, such as
+  // a lost rank, deferred tensors are deferred again, but a module that had values cannot be used.
   FullyShardedDataParallel(Holder module, std::shared_ptr<Communicator> comm, FsdpOptions options = {})
       : FullyShardedModule(internal::module_in_holder(module), std::move(comm), options), module_(std::move(module)) {}
 
@@ -70,11 +70,10 @@ class FullyShardedDataParallel : public FullyShardedModule {
     return forward(std::forward<Args>(args)...);
   }
 
-  // Returns the module given to the constructor, for example for module()->eval().
-  Holder module() const { return module_; }
+  Holder module() const { return module_; }  // the wrapped module, for example for module()->eval()
 
  private:
-  struct Opaque {};  // placeholder for an argument without tensors, which is not copied
+  struct Opaque {};  // takes the place of an argument without tensors, which is not copied
 
   template <class Value, class Copy>
   decltype(auto) with_input_dtype(Value&& value, Copy& copy, internal::ConvertedInputs& inputs) {
@@ -87,7 +86,8 @@ class FullyShardedDataParallel : public FullyShardedModule {
     }
   }
 
-  // If the caller passed a non-const lvalue, copies the converted argument back, because forward may have changed it.
+  // If forward() replaced tensors in a non-const lvalue argument, assigns the new tensors to the caller's argument.
+  // Always assigns a program's own struct, because its other members may have changed.
   template <class Arg, class Value, class Copy>
   static void copy_back(Value& value, Copy& copy, const internal::ConvertedInputs& inputs) {
     if constexpr (kHoldsTensors<Arg> && std::is_lvalue_reference_v<Arg> && !std::is_const_v<Value>) {

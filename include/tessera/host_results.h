@@ -8,14 +8,15 @@
 
 namespace tessera {
 
-// Collectives whose results the host needs at once. They return tensors in host memory. They throw like Communicator.
+// Collectives whose results the host needs at once. They block, return tensors in host memory, and throw like
+// Communicator.
 
 // Returns the reduction of all ranks' `own` by `op`. `own` must have the same shape on all ranks, and may be on any
 // device. May overwrite `own` with unspecified values.
 at::Tensor reduce_to_host(Communicator& comm, const at::Tensor& own, ReduceOp op, std::string_view what);
 
-// Stacks all ranks' `own` in rank order: [size(), ...]. `own` must have the same shape on all ranks, and may be on any
-// device.
+// Returns all ranks' `own`, stacked in rank order: [size(), ...]. `own` must have the same shape on all ranks, and may
+// be on any device.
 at::Tensor gather_to_host(Communicator& comm, const at::Tensor& own, std::string_view what);
 
 // Returns the number of ranks that still have data, for loops over parts of unequal length (torch's Join). If a rank

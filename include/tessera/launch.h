@@ -21,7 +21,7 @@ class Store;
 
 namespace tessera {
 
-// The process-wide changes that init(), run_ranks() and Elastic may make. Each field permits one change. A change is
+// The process-wide changes that init(), run_ranks() and Elastic may make. Each field permits one change, which is
 // undone when the last group whose options permitted it is destroyed. Loading Tessera, wrapping a module, and making a
 // group over the program's own store change nothing in the process. docs/launch.md has a table of the changes.
 struct ProcessSetup {
@@ -40,8 +40,9 @@ struct ProcessSetup {
   // of stdout, and then receive the program's output.
   bool open_standard_descriptors = true;
   // Sets the number of intra-operator threads to the host's cores (or its container's CPU quota) divided by its ranks,
-  // at least 1. Never raises the number. A no-op in run_ranks(), if OMP_NUM_THREADS or MKL_NUM_THREADS is set, the
-  // program has set a number, a launcher has bound the rank to cores, or the host's number of ranks is unknown.
+  // at least 1. Never raises the number. A no-op in run_ranks(), and in these cases: OMP_NUM_THREADS or MKL_NUM_THREADS
+  // is set; the program has set a number; a launcher has bound the rank to cores; the host's number of ranks is
+  // unknown.
   bool share_cores = true;
   // true: init() sets the signal handlers of stop_requested(). false: the first call of stop_requested() sets them.
   bool stop_signals = false;
@@ -56,8 +57,9 @@ struct ProcessSetup {
 struct InitOptions {
   // "gloo", "nccl", or empty for the device's default: gloo on CPU, NCCL on CUDA.
   std::string backend{};
-  // Empty: the CPU, or with "nccl" CUDA. CUDA without an index means the only visible device; of several, the one with
-  // the rank's number on its host (LOCAL_RANK). In run_ranks(), rank r uses device r, and an index here throws.
+  // Empty: CUDA with "nccl", otherwise the CPU. CUDA without an index means the only visible device, or of several
+  // devices the one whose index is LOCAL_RANK. In run_ranks(), rank r uses CUDA device r, and a device with an index
+  // throws std::invalid_argument.
   std::optional<at::Device> device{};
   // The maximum wait for other ranks, in operations and the rendezvous. Time while this process is stopped is excluded.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
@@ -103,8 +105,8 @@ struct GroupOptions {
 // Makes a group of the ranks that share a store, which may be any c10d::Store. The rendezvous uses the store. The group
 // uses keys that begin with "tessera/" until the group is destroyed, so the store must live as long as the group. Makes
 // no process-wide change (ProcessSetup), and does not change the current device. Collective: ranks that make several
-// groups from one store must do so in the same order. Under Yama's ptrace_scope 1, ranks in different processes use TCP
-// instead of each other's memory, unless the program permits tracing (prctl PR_SET_PTRACER). Throws
+// groups from one store must make them in the same order. Under Yama's ptrace_scope 1, ranks in different processes use
+// TCP instead of each other's memory, unless the program permits tracing (prctl PR_SET_PTRACER). Throws
 // std::invalid_argument for invalid or unequal arguments. Throws CommError, naming the missing ranks, if not all ranks
 // join within the timeout.
 std::shared_ptr<Communicator> communicator_from(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -120,9 +122,10 @@ std::shared_ptr<Communicator> communicator_from_backend(c10::intrusive_ptr<c10d:
 // Makes a group of the ranks of a c10d process group or backend, which transfers all data and defines the rounding of
 // reductions. Its class must implement allreduce() and broadcast(). Uses _allgather_base() and _reduce_scatter_base()
 // if the class has them. all_to_all() and split() need send() and recv(). Publishes failures in the process group's
-// store. Without a store, ranks of one host share one in memory; on several hosts or without peer_memory, rank 0 opens
-// a port. Ranks must call this function in the same order as other collectives. While the group exists, no other thread
-// may use the process group. A failure aborts an NCCL process group. Otherwise like communicator_from() with a store.
+// store. Without a store, the ranks of one host use a store in shared memory; on several hosts or without peer_memory,
+// rank 0 serves a store on an open port. Collective: ranks must call this function in the same order among their other
+// collectives. While the group exists, no other thread may use the process group. A failure aborts an NCCL process
+// group. Otherwise like communicator_from() with a store.
 template <class Group>
   requires std::is_base_of_v<c10d::ProcessGroup, Group>
 std::shared_ptr<Communicator> communicator_from(const c10::intrusive_ptr<Group>& group, GroupOptions options = {}) {
@@ -155,12 +158,13 @@ class MessageLibrary {
   virtual std::string host() const = 0;
   // Returns every rank's `own`, in rank order. Collective.
   virtual std::vector<std::string> exchange(const std::string& own) = 0;
-  // Starts to send or receive `bytes` bytes. The memory must stay valid until the request is complete.
+  // Starts to send `bytes` bytes to rank `peer`, or to receive them from it. The memory must stay valid until the
+  // request is complete.
   virtual std::unique_ptr<Request> start(void* data, int bytes, int peer, int tag, bool is_send) = 0;
 };
 
-// Returns the maximum wait for other ranks while a group is formed: GroupOptions::timeout, or 10 s if that is invalid.
-// The ranks must meet, so that all of them can throw an error that names the invalid value.
+// Returns the maximum wait for other ranks while a group is formed: `timeout` (GroupOptions::timeout), or 10 s if
+// `timeout` is invalid. Ranks meet despite an invalid value, so that all of them throw an error that names the value.
 std::chrono::milliseconds time_to_meet(std::chrono::milliseconds timeout);
 
 // Like communicator_from_mpi(), for any message library.
@@ -170,7 +174,8 @@ std::shared_ptr<Communicator> communicator_from_library(std::shared_ptr<MessageL
 
 // Runs `body` once for each rank. The ranks are threads of this process, connected by gloo over loopback. With a CUDA
 // device or "nccl", NCCL connects them, with one device for each thread. Returns when all ranks have ended. If a rank
-// throws, aborts the group and rethrows the first error. Does not change the number of intra-operator threads.
+// throws, aborts the group and rethrows the first error. Does not change the number of intra-operator threads. Throws
+// std::invalid_argument for world < 1, an empty body or invalid options.
 void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body);
 void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body, InitOptions options);
 
@@ -180,16 +185,17 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
 // not set, sets it so that ranks have equal shares of the cores.
 //
 // Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the ranks. After one of the first three, kills (SIGKILL) ranks that
-// live longer than `grace`, or at once on a second signal, and returns 128 + signal. If ranks call stop_requested(),
+// run longer than `grace`, or at once on a second signal, and returns 128 + signal. If ranks call stop_requested(),
 // `grace` must suffice for a checkpoint. SIGUSR1, Slurm's warning, has no such limit. If a rank then ends with 128 +
-// SIGUSR1, returns that code, but it is no failure. After a failure, other ranks have 5 s to end, or a shorter `grace`.
+// SIGUSR1, returns that code, and the other ranks continue. After a failure, other ranks have 5 s to end, or a shorter
+// `grace`.
 //
 // Throws std::invalid_argument for world < 1, and for a `grace` below 0 or above a year. Throws std::logic_error in a
 // process that a launcher, such as this function, has started: see launched().
 int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grace = std::chrono::seconds(30));
 
-// Returns whether a launcher's environment is set; false for one rank of mpirun or srun. If true, init() joins a group.
-// Also true for an incomplete or invalid environment, for which init() throws with the variable's name.
+// Returns whether a launcher's environment is set; false if mpirun or srun started only one rank. If true, init() joins
+// a group. Also true for an incomplete or invalid environment, for which init() throws with the variable's name.
 bool launched();
 
 // Returns the signal that asks this program to stop: SIGINT, SIGTERM, or SIGUSR1 (Slurm's --signal), received by any

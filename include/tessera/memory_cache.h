@@ -6,7 +6,7 @@ namespace tessera {
 
 // The state of the memory cache, in bytes and numbers of blocks.
 struct MemoryCacheStats {
-  int64_t live_bytes = 0;       // bytes in use, in whole pages
+  int64_t live_bytes = 0;       // bytes in use, rounded up to whole pages
   int64_t idle_bytes = 0;       // bytes kept for reuse
   int64_t peak_live_bytes = 0;  // peak of live_bytes since the start or the last release_freed_memory()
   int64_t mapped = 0;           // number of blocks mapped since the start

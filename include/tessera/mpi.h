@@ -118,7 +118,8 @@ class MpiLibrary : public MessageLibrary {
 
   static constexpr char kWho[] = "tessera::communicator_from_mpi: ";
 
-  // While this exists, MPI_COMM_WORLD and MPI_COMM_SELF return error codes. MPI reports invalid handles on these two.
+  // While an object exists, failed calls on MPI_COMM_WORLD and MPI_COMM_SELF return error codes. MPI reports an invalid
+  // handle to the error handler of one of these two.
   class ErrorsReturned {
    public:
     ErrorsReturned() {
@@ -152,7 +153,7 @@ class MpiLibrary : public MessageLibrary {
     if (!any_thread_may) MPI_Is_thread_main(&is_main);
     return is_main != 0;
   }
-  // Throws if this thread may not call MPI. MPI itself ends the process for most calls after MPI_Finalize().
+  // Throws std::runtime_error if MPI is finalized or this thread may not call MPI. MPI itself would end the process.
   static void require_may_call() {
     int is_finalized = 0;
     MPI_Finalized(&is_finalized);
@@ -176,8 +177,8 @@ class MpiLibrary : public MessageLibrary {
           "this thread may not call MPI; expected the thread that called MPI_Init_thread(), or "
           "MPI_THREAD_SERIALIZED");
 #ifdef OPEN_MPI
-    // In Open MPI, a handle is an address. The address must not be read after the communicator was freed. Open MPI's
-    // table of Fortran handles contains live communicators only.
+    // In Open MPI, a handle is an address, which must not be read after the communicator was freed. So searches Open
+    // MPI's table of Fortran handles, which contains only live communicators.
     bool is_live = false;
     for (MPI_Fint i = 0; i < (1 << 16) && !is_live; ++i) is_live = MPI_Comm_f2c(i) == comm;
     if (!is_live) fail("the communicator is not valid, perhaps because it was freed (it is not in Open MPI's table)");
@@ -193,7 +194,7 @@ class MpiLibrary : public MessageLibrary {
     MPI_Request request = MPI_REQUEST_NULL;
     const auto until = std::chrono::steady_clock::now() + timeout;
     auto made = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
-    // MPI_Comm_dup() would block forever if another rank does not call it.
+    // Not MPI_Comm_dup(), which would block forever if another rank does not call it.
     require(MPI_Comm_idup(comm, made.get(), &request), "MPI_Comm_idup");
     for (int is_complete = 0;;) {
       require(MPI_Test(&request, &is_complete, MPI_STATUS_IGNORE), "MPI_Test");

@@ -20,15 +20,16 @@ namespace tessera {
 // too. Before step(), gradients must be averaged by DistributedDataParallel, ShardedDataParallel or an all-reduce. With
 // an elementwise optimizer, the parameters equal those of the unsharded optimizer bit for bit.
 //
-// `LocalOptimizer` must have a constructor from groups and options, like torch's optimizers. torch::optim::LBFGS throws
-// std::invalid_argument: its line search spans all parameters. tessera::Lbfgs searches over all ranks together.
+// `LocalOptimizer` must have a constructor from groups and options, like torch's optimizers. With torch::optim::LBFGS,
+// the constructors throw std::invalid_argument, because its line search needs all parameters. Use tessera::Lbfgs, which
+// searches over all ranks together.
 template <class LocalOptimizer>  // not named "Optimizer": a base class of that name would hide it
 class OSS : public ShardedOptimizer {
  public:
   // Collective. All ranks must pass the same parameters in the same order. A parameter that occurs twice (tied weights)
   // is updated once. The parameters remain the caller's tensors, but small parameters move into shared buckets. If the
   // lists differ between ranks, throws std::invalid_argument with the position of the difference. Also throws it if a
-  // parameter is no leaf, not on the communicator's device, or another wrapper's shard.
+  // parameter is not a leaf, not on the communicator's device, or another wrapper's shard.
   template <class Options>
   OSS(std::vector<at::Tensor> parameters, Options options, std::shared_ptr<Communicator> comm,
       OssOptions oss_options = {})

@@ -15,8 +15,8 @@ namespace tessera {
 //
 // On the CPU, counts the bytes that this thread has allocated since its first PeakMemory was made, minus those freed by
 // any thread. So ranks that are threads are counted separately. The process's first PeakMemory installs a counting
-// allocator in front of libtorch's. Older tensors are not counted, so make that object early. On an accelerator, reads
-// the statistics of the caching allocator, which count all threads; construction and reset() reset its peak.
+// allocator in front of libtorch's. Earlier tensors are not counted, so make that object early. On an accelerator,
+// reads the statistics of the caching allocator, which count all threads; construction and reset() reset its peak.
 //
 // The counts include temporary memory of kernels, not only tensors. Must be used by the thread that made the object.
 // Like torch.cuda.max_memory_allocated, but also for the CPU.

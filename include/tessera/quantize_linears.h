@@ -56,15 +56,15 @@ struct QuantizeOptions {
 //
 // If called inside deferred() after the model is built, allocates no memory. Wrapping the model then reads and
 // quantizes one weight at a time. If each rank reads the weights itself (load_exported()), they may also be quantized
-// after deferred() has ended. Each rank then reads in full all weights of which it keeps a part.
+// after deferred() has ended. Each rank then reads every weight of which it keeps a part in full.
 //
 // Backward decodes a layer again, so no decoded values are kept after forward. Call to() before quantize_linears(): a
 // layer whose encoded bytes were converted throws on use. clone() of a layer is not supported.
 //
 // Not collective. Throws std::invalid_argument, with nothing changed, for invalid options and if no layer is selected.
 // Also throws it, naming the layer, for a weight that is tied, sharded, quantized, not finite or not floating-point, or
-// in a module that no std::shared_ptr holds. After deferred() has ended, also for a deferred weight without a file of
-// its values.
+// in a module that no std::shared_ptr owns. After deferred() has ended, also throws it for a deferred weight that no
+// file contains.
 std::vector<std::string> quantize_linears(torch::nn::Module& module, const QuantizeOptions& options = {});
 
 // Decodes the weights, adds the adapters, and keeps the results for evaluation. Until unmerge_adapters(), a forward in

@@ -13,7 +13,7 @@ class [[nodiscard]] ScopeExit {
   explicit ScopeExit(std::function<void()> leave) : leave_(std::move(leave)) {}
   ScopeExit(ScopeExit&& other) noexcept : leave_(std::exchange(other.leave_, nullptr)) {}
   // Takes over the scope of `other`, and ends this object's former scope. Throws the errors of the ended scope.
-  ScopeExit& operator=(ScopeExit&& other) {  // NOLINT(performance-noexcept-move-constructor): throws
+  ScopeExit& operator=(ScopeExit&& other) {  // NOLINT(performance-noexcept-move-constructor): leave() may throw
     ScopeExit ended(std::exchange(leave_, std::exchange(other.leave_, nullptr)));
     ended.leave();
     return *this;

@@ -17,7 +17,7 @@ namespace tessera {
 // Options of ShardedDataParallel, mostly with the names of FairScale's arguments.
 struct SdpOptions {
   // Gradients of less than 1 MiB share buckets of up to this many bytes. Each larger gradient has its own bucket. 0:
-  // every gradient has its own bucket. FairScale's reduce_buffer_size, but in bytes instead of elements.
+  // every gradient has its own bucket. Like FairScale's reduce_buffer_size, which counts elements instead of bytes.
   int64_t reduce_bucket_bytes = int64_t{32} << 20;
 
   // The dtype of gradients on the wire, for example kHalf or kBFloat16. Gradients are then rounded, added in fp32, and
@@ -28,12 +28,14 @@ struct SdpOptions {
   // fp32 (see WireFormat). Must not be combined with reduce_dtype.
   WireFormat wire = WireFormat::kDtype;
 
-  bool broadcast_buffers = true;       // forward sends rank 0's buffers if the previous one trained outside no_sync()
-  bool sync_models_at_startup = true;  // rank 0 sends its parameters and buffers at construction
+  // true: after a training forward outside no_sync(), the next forward first sends rank 0's buffers to all ranks.
+  bool broadcast_buffers = true;
+  bool sync_models_at_startup = true;  // true: rank 0 sends its parameters and buffers; false: they must be equal
 
   // For debugging. N > 0: compares all ranks' parameters in every N-th training forward outside no_sync(). Throws
   // std::runtime_error with the name of the first difference. 0: never, unless TESSERA_DEBUG is replicas (N = 100) or
-  // replicas:N. Always off if OssOptions::broadcast_dtype is set, because replicas then hold rounded values.
+  // replicas:N. Always off if OssOptions::broadcast_dtype is set, because a parameter's owner then holds exact values,
+  // and all other ranks rounded values.
   int64_t compare_replicas_every = 0;
   // A gradient that has its own bucket and at least this many bytes is reduced from autograd's memory, without a copy
   // into the bucket. Only for groups that support this (gloo).
@@ -90,12 +92,13 @@ class SdpModule : public ReplicatedModule {
 // used; otherwise a training forward throws std::logic_error. If this rank's gradients are not averages, an optimizer's
 // step() throws std::logic_error. This occurs if the last backward failed or ran under no_sync(). `Holder` is a
 // torch::nn module holder or a std::shared_ptr to a module. Training must call the wrapper's forward. The module's own
-// forward does not broadcast buffers, and ignores changes of requires_grad until refresh_trainable().
+// forward does not broadcast buffers, and ignores changes of requires_grad until refresh_trainable() is called.
 template <class Holder>
 class ShardedDataParallel : public internal::SdpModule {
  public:
   // Collective. If the model or options differ between ranks, throws std::invalid_argument with the name of the first
-  // difference. Also throws it if a trainable parameter is in no optimizer or two, or if an optimizer's comm() differs.
+  // difference. Also throws it if a trainable parameter is in no optimizer or in two, or if an optimizer has another
+  // communicator.
   ShardedDataParallel(Holder module, ShardedOptimizer& optimizer, std::shared_ptr<Communicator> comm,
                       SdpOptions options = {})
       : ShardedDataParallel(std::move(module), std::vector<ShardedOptimizer*>{&optimizer}, std::move(comm), options) {}
@@ -104,8 +107,8 @@ class ShardedDataParallel : public internal::SdpModule {
       : internal::SdpModule(internal::module_in_holder(module), std::move(optimizers), std::move(comm), options),
         module_(std::move(module)) {}
 
-  // Returns the result of module->forward(args...). Collective if buffers are broadcast. If a parameter that is in no
-  // optimizer has become trainable, throws like the constructor.
+  // Returns the result of module->forward(args...). Collective if it broadcasts buffers or compares replicas. If a
+  // parameter that is in no optimizer has become trainable, throws like the constructor.
   template <class... Args>
   auto forward(Args&&... args) {
     if (c10::GradMode::is_enabled()) require_optimizers();
@@ -116,8 +119,7 @@ class ShardedDataParallel : public internal::SdpModule {
     return forward(std::forward<Args>(args)...);
   }
 
-  // Returns the wrapped module, for example for module()->eval().
-  Holder module() const { return module_; }
+  Holder module() const { return module_; }  // the wrapped module, for example for module()->eval()
 
  private:
   Holder module_;

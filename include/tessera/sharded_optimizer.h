@@ -27,15 +27,17 @@ struct OssOptions {
   // Empty: the parameters' own dtype, so that all ranks hold the same bits.
   std::optional<at::ScalarType> broadcast_dtype{};
 
-  // Parameters of less than 1 MiB share buckets of up to this many bytes.
+  // Parameters of less than 1 MiB share buckets of up to this many bytes. 0: every parameter has its own bucket.
   int64_t broadcast_bucket_bytes = int64_t{16} << 20;
 
   // For debugging. N > 0: compares all ranks' parameters after every N-th step. Throws std::runtime_error with the
-  // first difference. 0: never, unless TESSERA_DEBUG is replicas or replicas:N. Always off if broadcast_dtype is set.
+  // first difference. 0: never, unless TESSERA_DEBUG is replicas (N = 100) or replicas:N. Always off if broadcast_dtype
+  // is set.
   int64_t compare_replicas_every = 0;
 
-  // Runs the step in host memory: copies gradients to the host, and new values back to the device. HostAdam and
-  // HostAdamW step some parameters while others are copied. Other optimizers do not overlap copies with the step.
+  // With `params` or `grads`, the step runs in host memory: it copies gradients to the host, and new values back to the
+  // device. HostAdam and HostAdamW step some parameters while others are copied. Other optimizers do not overlap copies
+  // with the step.
   OffloadOptions offload{};
 };
 
@@ -50,10 +52,10 @@ class ReplicaComparison;
 class SingleThreadChecker;
 }  // namespace internal
 
-// The base class of OSS, independent of the optimizer's class: a torch::optim::Optimizer with all parameters, groups
-// and options. step() updates the parameters that this rank owns, and then publishes them to all ranks. state() holds
-// the states of owned parameters. Must be used by one thread at a time. During a call that changes this
-// object, such a call by a second thread throws std::logic_error, and the first call continues.
+// The base class of OSS, independent of the optimizer's class: a torch::optim::Optimizer that has the groups of all
+// ranks' parameters. step() updates the parameters that this rank owns, and then publishes them to all ranks. state()
+// holds the states of owned parameters. Must be used by one thread at a time. During a call that changes this object,
+// such a call by a second thread throws std::logic_error, and the first call continues.
 class ShardedOptimizer : public torch::optim::Optimizer, public internal::OptimizerShards, public Averages {
  public:
   ~ShardedOptimizer() override;
@@ -65,7 +67,8 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   // under no_sync(). With several ranks, also throws it if a parameter was converted after it was added.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // Adds a group. Collective. The parameters of earlier groups keep their owners.
+  // Adds a group; earlier parameters keep their owners. Collective. Throws like OSS's constructors, with nothing
+  // changed.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   // Like torch::nn::utils::clip_grad_norm_(), over all parameters. The gradients must be averages over ranks, as
@@ -84,29 +87,26 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   bool keeps_averages() const override;  // whether the optimizer keeps averages
   bool are_swapped_in() const override;  // whether a scope of swap_in_averages() is open
 
-  // Returns the bytes of trained parameters that each rank owns, by rank.
-  const std::vector<int64_t>& owned_bytes() const;
-  // Whether the tensor is a parameter of this optimizer, owned by any rank.
-  bool has(const at::Tensor& parameter) const;
+  const std::vector<int64_t>& owned_bytes() const;  // bytes of trained parameters that each rank owns, by rank
+  bool has(const at::Tensor& parameter) const;      // whether the tensor is a parameter that any rank owns
   // Returns the rank that owns the parameter. Throws std::invalid_argument if the parameter is not in the optimizer. If
-  // the base class's add_param_group() added it, throws std::logic_error until a step, clipping or consolidation.
+  // the base class's add_param_group() added the parameter, throws std::logic_error until a step, clipping or
+  // consolidation.
   int owner(const at::Tensor& parameter) const;
-  // Whether other ranks hold rounded values of parameters (OssOptions::broadcast_dtype).
-  bool rounds_copies() const { return options_.broadcast_dtype.has_value(); }
-  // Returns the communicator that was given to the constructor.
-  const std::shared_ptr<Communicator>& comm() const { return comm_; }
-  // Returns a pointer that expires when this object is destroyed, for wrappers that refer to this object.
-  std::weak_ptr<const void> lifetime() const { return calls_; }
+  bool rounds_copies() const { return options_.broadcast_dtype.has_value(); }  // true: only owners have exact values
+  const std::shared_ptr<Communicator>& comm() const { return comm_; }          // the constructor's communicator
+  std::weak_ptr<const void> lifetime() const { return calls_; }                // expires with this object; for wrappers
   // If OssOptions::offload is on, returns the bytes of host memory that copies of parameters and gradients use now;
   // otherwise 0. Excludes the optimizer's state.
   int64_t host_bytes() const;
-  // Returns host_bytes() with OffloadOptions::pin_memory, otherwise 0. On CPUs, no memory is page-locked.
+  // Returns host_bytes() with OffloadOptions::pin_memory, otherwise 0. On CPUs, this memory is not page-locked.
   int64_t pinned_bytes() const;
 
   // Collects the state of all parameters in the host memory of `rank`, for state_dict() and save() there. If `rank` is
   // -1, collects it on every rank. Collective.
   void consolidate_state_dict(int rank = 0);
-  // Returns the state of the last consolidate_state_dict(). Throws std::logic_error if there is none. A load drops it.
+  // Returns the state of the last consolidate_state_dict(). Throws std::logic_error if there is none. load_state_dict()
+  // and load() discard it.
   const OptimizerStateDict& state_dict() const;
   // Returns the states of the parameters that this rank owns. The tensors are the optimizer's own, not copies.
   OptimizerStateDict local_state_dict() const;
@@ -115,14 +115,13 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   // changed, if the dictionary does not fit the optimizer. Also throws like owner().
   void load_state_dict(const OptimizerStateDict& dict);
 
-  // For torch::save: writes the state of all parameters in the format of the optimizer itself, so a file of OSS<Adam>
-  // is a file of Adam. Must be called after consolidate_state_dict(), on a rank that collected the state.
+  // For torch::save: writes the state of all parameters in the format of the optimizer itself, so that Adam can load a
+  // file of OSS<Adam>. Must be called after consolidate_state_dict(), on a rank that collected the state.
   void save(torch::serialize::OutputArchive& archive) const override;
   // For torch::load: reads a file of save(). Throws like load_state_dict().
   void load(torch::serialize::InputArchive& archive) override;
 
-  // Returns the optimizer that steps the parameters owned by this rank.
-  const torch::optim::Optimizer& local() const override { return *local_; }
+  const torch::optim::Optimizer& local() const override { return *local_; }  // steps the parameters of this rank
   // Whether this rank owns the parameter.
   bool owns(const at::Tensor& parameter) const override { return owner(parameter) == comm_->rank(); }
   // Returns the owner's new `values` as this rank receives them: rounded if broadcast_dtype is set.
@@ -131,8 +130,8 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
  protected:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
   using Factory = std::function<std::unique_ptr<torch::optim::Optimizer>(Groups)>;
-  // Returns the cost of stepping one parameter; equal on all ranks. Parameters with cost > 0 are assigned first,
-  // balanced by cost; all others are balanced by bytes. A null StepCost balances all parameters by bytes.
+  // Returns the cost of stepping one parameter; must be equal on all ranks. Parameters with cost > 0 are assigned
+  // first, balanced by cost; all others are balanced by bytes. A null StepCost balances all parameters by bytes.
   using StepCost = std::function<int64_t(const NamedShard&, const torch::optim::OptimizerOptions&)>;
   ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
                    std::shared_ptr<Communicator> comm, OssOptions options, StepCost step_cost = nullptr);

@@ -39,15 +39,15 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<2, SyncBatchNormIm
 TORCH_MODULE(SyncBatchNorm);
 
 // Makes each BatchNorm1d, 2d and 3d in `module` (at any depth, and `module` itself) train with the statistics of all
-// ranks, like SyncBatchNorm. Returns the number of layers that it converted. Modules, parameters and buffers keep their
-// place and type. Only the member `running_mean` (or `weight`, if there is none) becomes a read-only stand-in of the
+// ranks, like SyncBatchNorm. Returns the number of converted layers. Modules, parameters and buffers keep their place
+// and type. Only the member `running_mean` (or `weight`, if there is none) becomes a read-only stand-in of the
 // registered tensor. The stand-in makes at::batch_norm in torch's forward() compute over all ranks. That forward()
 // still throws if a rank's input has one value a channel. clone() of a layer makes an ordinary BatchNorm.
 //
 // Must be called after values are initialized and before wrapping. Skips converted layers. Does not change direct calls
 // of at::batch_norm() or batch norms of exported graphs, because these are not modules. Collective. Throws
-// std::invalid_argument, with nothing changed, if layers have neither running statistics nor weights, or if no
-// std::shared_ptr holds them. The error names these layers, which the program must declare as SyncBatchNorm instead.
+// std::invalid_argument, with nothing changed, if layers have neither running statistics nor weights, or are not owned
+// by a std::shared_ptr. The error names these layers, which the program must declare as SyncBatchNorm instead.
 int convert_sync_batch_norm(torch::nn::Module& module, Communicator& comm);
 
 }  // namespace tessera

@@ -49,7 +49,7 @@ concept IsNumber = std::is_arithmetic_v<Value> || std::is_enum_v<Value>;
 template <class Value>
 concept IsPlain = IsNumber<Value> || std::convertible_to<const Value&, std::string_view> ||
                   requires { requires IsNumber<typename Value::value_type>; };
-// Ranges of references, not of proxies. Excludes types that contain themselves, such as JSON values and paths.
+// Ranges of references, not of proxies. Excludes ranges of their own type, such as JSON values and paths.
 template <class Value>
 concept IsRange = requires(Value& value) {
   value.begin() != value.end();
@@ -60,7 +60,7 @@ concept IsRange = requires(Value& value) {
 template <class Value>
 concept IsTuple = requires { std::tuple_size<Value>::value; };
 
-// The visitor passed to a program's tessera_visit_tensors(). Visits the members that are passed to it.
+// The argument `visit` of a program's tessera_visit_tensors(). Visits the members that the program passes.
 template <class Visitor>
 struct Members {
   Visitor& visitor;
@@ -74,7 +74,7 @@ struct Ignore {
 template <class Value>
 concept IsTaught = requires(Value& value, Members<Ignore> visit) { tessera_visit_tensors(value, visit); };
 
-// kHolds: a value may contain a replaceable tensor. kKnown: no part of the type is opaque.
+// kHolds: a value may contain a tensor that can be replaced. kKnown: no part of the type is opaque.
 template <class Value>
 struct Traits;
 template <class... Values>

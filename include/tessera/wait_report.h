@@ -14,11 +14,11 @@ namespace tessera {
 struct WaitReport {
   struct Rank {
     double wait_s = 0;      // seconds that the rank's thread spent in Pending::wait()
-    double longest_s = 0;   // the part of wait_s in `operation`
+    double longest_s = 0;   // the part of wait_s that was spent in `operation`
     std::string operation;  // operation with the longest waits, cut to kOperationBytes - 1; "" if none
   };
   std::vector<Rank> ranks;  // in rank order
-  double elapsed_s = 0;     // the longest interval of all ranks
+  double elapsed_s = 0;     // length of the interval, maximum over the ranks
 
   // Returns the straggler: the rank with the shortest waits. Returns nullopt with one rank, or if the median wait of
   // the other ranks exceeds the shortest wait by less than least_share * elapsed_s.
@@ -40,12 +40,11 @@ struct WaitReport {
 //     if (step % 100 == 0) { auto report = waits.report(); if (comm->rank() == 0) std::cout << report.text() << "\n"; }
 //   }
 //
-// With NCCL, the report has the waits of the host, which runs ahead of the device and waits only when it needs a value.
-// Only one reporter per communicator is allowed. Must be used by one thread at a time.
+// With NCCL, the report has only the waits of the host. The host runs ahead of the device, and waits only when it needs
+// a value. Only one reporter per communicator is allowed. Must be used by one thread at a time.
 class WaitReporter {
  public:
-  // Starts the first interval. `comm` must outlive this object.
-  explicit WaitReporter(Communicator& comm);
+  explicit WaitReporter(Communicator& comm);  // starts the first interval; `comm` must outlive this object
 
   // Reports the interval since the last report or construction, for this group and the groups split from it.
   // Collective: one all-gather of 112 bytes a rank, whose wait counts in the next report. Throws CommError.

@@ -32,7 +32,8 @@ WrapPolicy wrap_modules() {
 // size_based_auto_wrap_policy). Throws std::invalid_argument if min_numel < 1.
 WrapPolicy wrap_by_size(int64_t min_numel);
 
-// Returns a policy that calls `predicate` with dotted names. If `predicate` is empty, throws std::invalid_argument.
+// Returns a policy that makes each module a unit for which `predicate` returns true. `fqn` is the dotted name. If
+// `predicate` is empty, throws std::invalid_argument.
 WrapPolicy wrap_if(std::function<bool(const std::string& fqn, const torch::nn::Module& module)> predicate);
 
 }  // namespace tessera

@@ -45,7 +45,7 @@ struct ZeroOptions {
 
   // The part of the training state that is sharded. 0: none. 1: optimizer state. 2: also gradients. 3: also parameters.
   int stage = 2;
-  // Creates the optimizer's groups from the named parameters (in stage 3, shards). Empty: one group of all parameters.
+  // Returns the optimizer's groups for the named parameters (in stage 3, shards). Empty: one group of all parameters.
   std::function<Groups(const Parameters&)> groups{};
   // Options of the wrappers and of OSS: ddp in stages 0 and 1, oss in 1 and 2, sdp in 2, fsdp in 3.
   DdpOptions ddp{};
@@ -124,8 +124,8 @@ class StageWrapper {
 }  // namespace internal
 
 // A module and its optimizer in one of the ZeRO stages, behind one interface. Created by zero(). Each function calls
-// the stage's wrapper, whose header states the contract. parameters() returns the optimizer's parameters: whole
-// parameters, or this rank's shards in stage 3.
+// the stage's wrapper or optimizer, whose header states the contract. parameters() returns the optimizer's parameters:
+// whole parameters, or this rank's shards in stage 3.
 template <class Holder, class Optimizer>
 class Zero : public ModelShards {
  public:
@@ -172,8 +172,8 @@ class Zero : public ModelShards {
     return forward(std::forward<Args>(args)...);
   }
 
-  // Takes one step of the optimizer. All ranks must call this function after loss.backward(). The step is collective in
-  // stages 1 and 2, and with an optimizer that needs whole parameters (Muon).
+  // Takes one step of the optimizer. Returns the loss of `closure`, if any. All ranks must call this function after
+  // loss.backward(). Collective in stages 1 and 2, and for optimizers that need whole parameters (Muon).
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) {
     return optimizer_->step(std::move(closure));
   }
@@ -194,16 +194,14 @@ class Zero : public ModelShards {
   ZeroOptions::Parameters full_state_dict() {
     return wrapper_.with([](auto& wrapper) { return wrapper.full_state_dict(); });
   }
-  // Returns the bytes that the wrapper's tensors use on this rank.
-  MemoryReport memory() const { return wrapper_.any().memory(); }
+  MemoryReport memory() const { return wrapper_.any().memory(); }  // bytes of the wrapper's tensors on this rank
 
   // Returns the optimizer, for learning rates, schedulers, and save_checkpoint(dir, {model, optimizer}).
   torch::optim::Optimizer& optimizer() { return *optimizer_; }
   // Returns the stage's wrapper, for calls that Zero lacks. Its type is DistributedDataParallel<Holder> in stages 0 and
   // 1, ShardedDataParallel<Holder> in stage 2, and FullyShardedDataParallel<Holder> in stage 3.
   DataParallel& wrapper() { return wrapper_.any(); }
-  // Returns the module given to zero(), for example for module()->eval().
-  Holder module() const { return module_; }
+  Holder module() const { return module_; }  // the wrapped module, for example for module()->eval()
 
   const std::shared_ptr<Communicator>& comm() const override { return wrapper_.any().comm(); }
   std::vector<NamedShard> named_shards() const override { return wrapper_.any().named_shards(); }
@@ -227,7 +225,8 @@ class Zero : public ModelShards {
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 
-// Wraps a module and creates its optimizer for the ZeRO stage in `zero_options`. Other code is the same for all stages.
+// Wraps a module and creates its optimizer for the ZeRO stage in `zero_options`. The rest of a program is equal for all
+// stages.
 //
 //   auto model = tessera::zero(Gpt(config), torch::optim::AdamWOptions(3e-4), comm, {.stage = 3});
 //   loss_of(model(tokens)).backward();

@@ -23,7 +23,7 @@ struct SaveFullOptions {
   int64_t max_file_bytes = 0;
 
   // Maps the model's name of a parameter or buffer to its name in the file; "" omits the name. If all names of a tied
-  // weight are omitted, so is the weight. No two names may become equal. Not set: names are equal.
+  // weight are omitted, the weight is omitted. No two names may become equal. Not set: names are equal.
   std::function<std::string(const std::string& name)> rename{};
 
   // Returns whether the file stores the tensor of this name in the model transposed (Hugging Face's Conv1D). Such a
@@ -51,11 +51,10 @@ struct FullTensor {
   std::vector<std::string> aliases{};
 };
 
-// Returns the descriptions of the tensors at a path of load_full(), ordered by name. Not collective. Throws
-// CheckpointError.
+// Returns descriptions of the tensors at a path of load_full(), by name. Not collective. Throws CheckpointError.
 std::vector<FullTensor> list_full(const std::filesystem::path& path);
 
-// Reads the tensor of this name or alias, at a path of load_full(), into host memory. Not collective. Throws
+// Reads the tensor with the name or alias `name` into host memory. `path` is as in load_full(). Not collective. Throws
 // CheckpointError.
 at::Tensor read_full(const std::filesystem::path& path, const std::string& name);
 

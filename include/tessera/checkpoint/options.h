@@ -10,7 +10,7 @@ namespace tessera {
 // Options of a save. Must be equal on all ranks.
 struct SaveOptions {
   // Number of newest complete checkpoints that a save keeps in the directory's parent; 0: all. If above 0, the parent
-  // must hold the checkpoints of one run only. Also removes damaged ones. Keeps files that no save wrote.
+  // must hold the checkpoints of one run only. Also removes damaged ones. Keeps all files that no save wrote.
   int keep_last = 0;
 
   // Number of bytes that one checksum covers. A rank reads whole blocks of this size, even for a smaller part. Must be
@@ -19,8 +19,9 @@ struct SaveOptions {
 
   // For save_checkpoint_async() only. true: a thread copies parameters and optimizer state to the host during the next
   // forward and backward. optimizer.step() must wait until PendingSave::copied() returns. If a tensor changes earlier,
-  // the save fails with its name. The call itself still copies buffers, Stateful objects and tensors on disk. No effect
-  // unless all optimizers, at least one, are torch's Adam, AdamW, RMSprop or Adagrad, or Tessera's Adam or AdamW.
+  // the save fails with an error that names it. The call itself still copies buffers, Stateful objects and tensors on
+  // disk. No effect unless all optimizers, at least one, are torch's Adam, AdamW, RMSprop or Adagrad, or Tessera's Adam
+  // or AdamW.
   bool copy_in_background = false;
 
   // true: also saves the random generators' states. Ranks that are threads of one process share the CPU generator, and

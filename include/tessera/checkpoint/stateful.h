@@ -29,7 +29,7 @@ class Stateful {
   // Restores the state. The values have passed check_state_values(), and are equal on all ranks.
   virtual void load_state_values(const StateValues& values) = 0;
   // Returns this rank's part of each tensor of the state, with the same names on all ranks. Loading writes to these
-  // tensors. Replicas and shards are as in NamedShard.
+  // tensors. Each NamedShard states which part and which replica this rank holds.
   virtual std::vector<NamedShard> state_shards() const { return {}; }
 };
 

@@ -18,15 +18,14 @@ class GradientSource {
 
   // Arrived is called when the .grad of each parameter in a set has become the average over ranks. The caller is the
   // thread that runs backward. Arrived is not called for a backward that does not reduce (no_sync()). Arrived must
-  // return soon. backward() rethrows exceptions of Arrived. If a backward that reduces fails, Failed, unless null, is
-  // called before backward() throws. Failed must not throw. Failed may wait for other threads that use the
-  // parameters.
+  // return soon. backward() rethrows exceptions of Arrived. If a backward that reduces fails, Failed (if not null) is
+  // called before backward() throws. Failed must not throw. Failed may wait for other threads that use the parameters.
   using Arrived = std::function<void(const std::vector<at::Tensor>& parameters)>;
   using Failed = std::function<void()>;
   // Registers an observer until the scope ends. Throws std::logic_error inside a backward, and if an observer exists.
   virtual ScopeExit on_gradients(Arrived arrived, Failed failed) = 0;
 
-  // Returns the wrapper's parameters that have a .grad, from the last backward or an earlier one.
+  // Returns the wrapper's parameters that have a .grad now, from the last backward or an earlier one.
   virtual std::vector<at::Tensor> parameters_with_gradients() const = 0;
 
   // While the scope exists, any use of the parameters' values outside backward throws std::logic_error with `reason`.

@@ -13,7 +13,7 @@ struct LinearWeight {
   torch::nn::Module* owner;
   std::string fqn;   // dotted name of the parameter
   std::string name;  // name of the parameter in `owner`
-  // The tensor that the module reads in its computation. Assigning another tensor replaces the weight.
+  // The tensor that the module reads in its computation. Assigning another tensor to `*used` replaces the weight.
   at::Tensor* used;
 };
 class HasLinearWeights {

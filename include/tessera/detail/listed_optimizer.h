@@ -21,10 +21,10 @@ namespace tessera::internal {
 //
 //   template <class Visit> void visit(Visit visit) { visit("lr", lr()), visit("exp_avg", exp_avg()); }
 //
-// libtorch's archives (in this file) and checkpoints (optimizer_state.h) call visit() to read and write fields. Fields
-// of options are bool or double. Fields of states are int64_t or tensors. Archives omit undefined tensors.
+// libtorch's archives (in this file) and checkpoints (optimizer_state.h) call visit() to read and write fields. visit()
+// passes options as bool or double, and states as int64_t or tensors. Archives omit undefined tensors.
 
-// Unless `holds`, throws std::invalid_argument: "Muon: momentum is 1, expected 0 or more and below 1". Used in check().
+// For check(). Unless `holds`, throws std::invalid_argument: "Muon: momentum is 1, expected 0 or more and below 1".
 void require_option(bool holds, const char* optimizer, const char* option, double value, const char* expected);
 
 // Like TORCH_ARG, but for a base class: the setter returns a reference to the derived options.
@@ -193,8 +193,9 @@ class ListedOptimizer : public torch::optim::Optimizer {
       : ListedOptimizer(one_group(std::move(parameters)), std::move(defaults)) {}
 
   // Accepts the parameters of a wrapper. The groups must be equal and in the same order on all ranks. Construction and
-  // step() are collective over model.comm(). Throws as the constructors above, also for tensors that are not in
-  // model.named_shards(), and if groups or options differ between ranks. Later learning rates are not compared.
+  // step() are collective over model.comm(). Throws like the constructors above, except for shards. Also throws
+  // std::invalid_argument for tensors that are not in model.named_shards(), and if groups or options differ between
+  // ranks. Later learning rates are not compared.
   ListedOptimizer(const ModelShards& model, Groups groups, Options defaults = Options())
     requires(sees == Sees::kParameters)
       : Optimizer(groups, std::make_unique<Options>(defaults)), parts_(model) {

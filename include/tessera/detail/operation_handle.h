@@ -13,7 +13,7 @@ class AsyncOperation {
   AsyncOperation(const AsyncOperation&) = delete;
   AsyncOperation& operator=(const AsyncOperation&) = delete;
   virtual ~AsyncOperation() = default;
-  // Blocks until the operation completes. Throws the operation's error. Called at most once.
+  // Blocks until the operation completes. Throws the operation's error. Must be called at most once.
   virtual void finish() = 0;
 };
 
@@ -32,7 +32,8 @@ class [[nodiscard]] OperationHandle {
   bool done() const noexcept { return operation_ == nullptr; }
 
  protected:
-  // Blocks until the operation completes. Throws its error. Then done() is true, even after an error. May be repeated.
+  // Blocks until the operation completes. Throws its error. Then done() is true, also after an error; later calls are
+  // no-ops.
   void finish() {
     if (auto operation = std::exchange(operation_, nullptr)) operation->finish();
   }

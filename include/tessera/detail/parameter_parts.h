@@ -14,8 +14,7 @@ namespace tessera::internal {
 // parts. For optimizers that are not elementwise.
 class ParameterParts {
  public:
-  // Without a wrapper. Every tensor is a whole parameter.
-  ParameterParts() = default;
+  ParameterParts() = default;  // without a wrapper: every tensor is a whole parameter
   // With a wrapper, whose parameters() must include every tensor. Collective over model.comm(): one small all-gather.
   explicit ParameterParts(const ModelShards& model);
 
@@ -25,7 +24,8 @@ class ParameterParts {
   void require_known(const std::vector<torch::optim::OptimizerParamGroup>& groups, const char* optimizer) const;
 
   // Returns this rank's part of a parameter. A whole parameter has its current strides, which set_data() may have
-  // changed. Without a wrapper, returns the whole parameter without a name; with one, throws for an unknown tensor.
+  // changed. Without a wrapper, returns the whole parameter, unnamed; with one, throws std::invalid_argument for an
+  // unknown tensor.
   NamedShard of(const at::Tensor& parameter) const;
   // A rank's range of a parameter's elements, and the index of the rank's copy of the model. by_rank() has one entry
   // for each rank, in rank order. Without a wrapper, by_rank() is empty.
@@ -35,11 +35,11 @@ class ParameterParts {
   };
   const std::vector<Held>& by_rank(const at::Tensor& parameter) const;
 
-  // Returns the wrapper's group; null without a wrapper.
-  Communicator* comm() const { return comm_.get(); }
+  Communicator* comm() const { return comm_.get(); }  // the wrapper's group; null without a wrapper
   // Returns whether parameters may be sharded (FullyShardedDataParallel on more than one rank). Equal on all ranks.
   bool are_cut() const { return are_cut_; }
-  // Returns whether this rank adds its part to sums over ranks: for whole parameters always, else only in replica 0.
+  // Returns whether this rank adds its part to a sum. Each rank sums whole parameters by itself; of sharded parameters,
+  // only replica 0 adds its parts to the sum over ranks.
   bool counts(const at::Tensor& parameter) const { return !are_cut_ || of(parameter).replica == 0; }
 
   // Returns for each parameter whether any rank has a gradient. A rank that holds no elements of a parameter may have
@@ -64,14 +64,14 @@ at::Tensor in_memory_order(const at::Tensor& dense);
 // Returns `tensor` if it has these strides, otherwise a copy that has them. Dtype and device are unchanged.
 at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides);
 
-// Restores the options of the groups from index `first` on to those of `added`. libtorch 2.15 replaces options of
-// classes other than its own by the defaults. Options of its own classes stay as libtorch merged them.
+// Sets the options of groups[first + i] to those of added[i], because libtorch 2.15 replaces options of classes other
+// than its own by the defaults. Options of libtorch's own classes stay as libtorch merged them.
 void restore_options(std::vector<torch::optim::OptimizerParamGroup>& groups, size_t first,
                      const std::vector<torch::optim::OptimizerParamGroup>& added);
 
-// Removes repeated entries of a parameter from its group, so that a step steps the parameter once: a module's
-// parameters() lists a tied weight under each of its names. Throws std::invalid_argument, naming `optimizer`, if a
-// parameter is in two groups.
+// Removes repeated entries of a parameter from its group, so that a step updates the parameter once. Repetitions occur
+// because a module's parameters() lists a tied weight under each of its names. Throws std::invalid_argument, naming
+// `optimizer`, if a parameter is in two groups.
 void list_once(std::vector<torch::optim::OptimizerParamGroup>& groups, const char* optimizer);
 
 // Calls libtorch's add_param_group(), then check(). If check() throws, removes the group and rethrows.

@@ -48,7 +48,8 @@ class ReplicatedModule : public DataParallel {
     std::string wrapper;             // class name of the wrapper, for errors
     std::string options;             // text of the options in one line; must be equal on all ranks
     bool sync_module_states = true;  // true: rank 0 sends its parameters and buffers
-    bool broadcast_buffers = true;   // forward sends rank 0's buffers if the previous one trained outside no_sync()
+    // true: after a training forward outside no_sync(), the next forward first sends rank 0's buffers to all ranks.
+    bool broadcast_buffers = true;
     // true: gradients from before wrapping must be equal on all ranks, because each rank steps with its own gradients.
     bool compares_gradients = false;
   };
@@ -56,7 +57,8 @@ class ReplicatedModule : public DataParallel {
   // every rank, with the name of the first difference. Also throws for a parameter that a wrapper cannot train.
   ReplicatedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, Setup setup);
   ~ReplicatedModule() override;
-  // Must be called at the end of construction. Creates gradients(). `owner_of` returns the rank that owns a gradient.
+  // Must be called at the end of construction. Creates gradients(). `owner_of` returns the rank that receives a reduced
+  // gradient; null: all ranks receive it.
   void reduce_gradients(std::function<int(const PlannedParameter&)> owner_of, const ReplicatedOptions& options);
   ReplicatedGradients& gradients() const { return *gradients_; }
 

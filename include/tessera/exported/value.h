@@ -20,8 +20,8 @@ namespace tessera {
 class ExportedValue {
  public:
   ExportedValue() = default;                                      // None
-  ExportedValue(std::nullopt_t) {}                                // NOLINT(google-explicit-constructor)
-  ExportedValue(at::Tensor tensor);                               // NOLINT: None if undefined
+  ExportedValue(std::nullopt_t) {}                                // NOLINT(google-explicit-constructor): None
+  ExportedValue(at::Tensor tensor);                               // NOLINT: an undefined tensor makes None
   ExportedValue(std::string text) : value_(std::move(text)) {}    // NOLINT(google-explicit-constructor)
   ExportedValue(const char* text) : value_(std::string(text)) {}  // NOLINT(google-explicit-constructor)
   ExportedValue(bool value) : value_(value) {}                    // NOLINT(google-explicit-constructor)
@@ -110,8 +110,7 @@ struct ExportedInputs {
   std::vector<ExportedValue> positional{};
   ExportedValue::Named named{};
 
-  // Adds a positional input.
-  void add(ExportedValue value) { positional.push_back(std::move(value)); }
+  void add(ExportedValue value) { positional.push_back(std::move(value)); }  // adds a positional input
   // Adds named inputs.
   void add(const NamedInputs& inputs) { named.insert(named.end(), inputs.inputs().begin(), inputs.inputs().end()); }
 };

@@ -79,7 +79,7 @@ class DataParallel : public ModelShards {
   // Sets the divisor to the sum of `own` over the ranks, and returns the sum. For losses that are sums over tokens:
   // `own` is the number of tokens in this rank's part of the step, in all micro-batches together. Gradients are then
   // those of the mean over all tokens. Must be called before the first backward of the step. Collective: one small
-  // all-reduce. If a number is negative or the sum is 0, all ranks throw std::invalid_argument.
+  // all-reduce. If a rank's number is negative or the sum is 0, all ranks throw std::invalid_argument.
   int64_t divide_gradients_by_sum(int64_t own);
 
   // Scales the gradients so that their norm over all parameters and ranks is at most max_norm. Returns the norm before
@@ -96,8 +96,7 @@ class DataParallel : public ModelShards {
 
   // Returns the bytes that the wrapper holds now, and their peaks since the last reset_peak_memory(). Not collective.
   virtual MemoryReport memory() const = 0;
-  // Resets the peaks of memory() to the current values.
-  virtual void reset_peak_memory() = 0;
+  virtual void reset_peak_memory() = 0;  // resets the peaks of memory() to the current values
 
  private:
   friend class CapturedStep;
@@ -114,14 +113,15 @@ class DataParallel : public ModelShards {
 //
 // Results are bit-equal to those of the loop without a capture. The first calls are eager steps, and the next call
 // captures. Every call clears gradients first, and trains one step. If the model or an option cannot be captured
-// (docs/gpu.md has a list), a call throws an error that names it.
+// (docs/gpu.md has a list), a call throws an error that names the cause.
 //
 // The step runs on its own stream, after earlier and before later work of the caller's stream. It keeps gradients,
 // buffers and activations in memory of its own. Must be used by one thread, and by all ranks alike.
 class CapturedStep {
  public:
-  // Returns the loss, a tensor of one element that the wrapper's forward computed. Called in eager steps and once in
-  // the capture. Replays repeat only the operators that Body calls, not its other work on the host.
+  // Computes the loss with the wrapper's forward, and returns it: a tensor of one element that requires a gradient.
+  // Called in eager steps and once in the capture. Replays repeat only the operators that Body calls, not its other
+  // work on the host.
   using Body = std::function<at::Tensor(const std::vector<at::Tensor>& inputs)>;
   // `wrapper` and `optimizer` must outlive this object. `max_norm`: upper limit of the gradients' norm; empty: no
   // clipping. `eager_steps`: number of steps before the capture, 2 or more. Throws std::invalid_argument on CPUs and in
@@ -131,17 +131,15 @@ class CapturedStep {
   ~CapturedStep();
 
   // Trains one step and returns its loss on the device, without waiting for the loss. Inputs are copied, and may be in
-  // host memory. The host does not wait for copies from page-locked memory, which must not be changed before the step
-  // has run. Inputs must have the sizes, strides and dtypes of the first call's. Collective. Throws
+  // host memory. The host does not wait for copies from page-locked memory. Such memory must not be changed before the
+  // step has run. Inputs must have the sizes, strides and dtypes of the first call's inputs. Collective. Throws
   // std::invalid_argument if inputs differ, or if a part of the step cannot be captured. If the model, its mode,
-  // autocast or the optimizer has changed in a way that replays would ignore, throws std::logic_error (docs/gpu.md). If
-  // the capture itself fails, aborts the group with the error as the reason.
+  // autocast or the optimizer has changed since the capture in a way that replays would ignore, throws std::logic_error
+  // (docs/gpu.md). If the capture itself fails, aborts the group with the error as the reason.
   at::Tensor operator()(const std::vector<at::Tensor>& inputs);
 
-  // Returns whether the step is captured, so that later calls replay it.
-  bool is_captured() const;
-  // Returns the norm of the last step's gradients before clipping; 0 if max_norm is empty.
-  GradNorm norm() const;
+  bool is_captured() const;  // true: the step is captured, and later calls replay it
+  GradNorm norm() const;     // the last step's gradient norm before clipping; 0 if max_norm is empty
 
  private:
   struct State;

@@ -11,13 +11,13 @@ namespace tessera {
 // A loop that only clips never blocks the host. A loop that logs the norm should read it only every few steps.
 class GradNorm {
  public:
-  GradNorm(double value) : value_(value) {}  // NOLINT(google-explicit-constructor): as the conversion to double
+  GradNorm(double value) : value_(value) {}  // NOLINT(google-explicit-constructor): implicit, like the conversion back
   explicit GradNorm(at::Tensor tensor) : tensor_(std::move(tensor)) {}  // `tensor` must have one element; any device
 
   // Returns the tensor of the norm. Undefined if this object was made from a double, or has been converted to one.
   const at::Tensor& on_device() const { return tensor_; }
   // Returns the norm. The first call blocks until a device has computed it.
-  operator double() const {  // NOLINT(google-explicit-constructor)
+  operator double() const {  // NOLINT(google-explicit-constructor): torch's clip_grad_norm_() returns a double
     if (tensor_.defined()) value_ = std::exchange(tensor_, at::Tensor()).item<double>();
     return value_;
   }

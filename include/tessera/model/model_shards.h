@@ -39,8 +39,7 @@ class ModelShards {
   };
 
   virtual ~ModelShards() = default;
-  // Returns the group that trains the model.
-  virtual const std::shared_ptr<Communicator>& comm() const = 0;
+  virtual const std::shared_ptr<Communicator>& comm() const = 0;  // the group that trains the model
   // Returns every parameter once, in the module's order, with the same names on every rank.
   virtual std::vector<NamedShard> named_shards() const = 0;
   // Returns the shards to save. They have the module's current values, which summon_full_params() or set_data() may
@@ -50,12 +49,9 @@ class ModelShards {
   // Returns, for each of named_shards(), the part that `rank` of comm() holds. Does not communicate. Throws
   // std::logic_error if parameters are sharded and the wrapper does not override this function.
   virtual std::vector<HeldPart> held_by(int rank) const;
-  // Returns the leaf tensors of named_shards(), for an optimizer.
-  std::vector<at::Tensor> parameters() const;
-  // Returns parameters(), keyed by NamedShard::fqn.
-  torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
-  // Clears the gradients of parameters(), as optimizer.zero_grad() does.
-  void zero_grad(bool set_to_none = true);
+  std::vector<at::Tensor> parameters() const;  // the leaf tensors of named_shards(), for an optimizer
+  torch::OrderedDict<std::string, at::Tensor> named_parameters() const;  // keyed by NamedShard::fqn
+  void zero_grad(bool set_to_none = true);  // clears the gradients of parameters(), like optimizer.zero_grad()
 
   // Returns the module's buffers, whole on every rank, under each of their names.
   virtual torch::OrderedDict<std::string, at::Tensor> named_buffers() const = 0;
@@ -68,15 +64,14 @@ std::vector<int64_t> whole_sizes(const at::Tensor& parameter);
 
 namespace internal {
 
-// An optimizer with the groups of the whole model, whose state() has only the parameters that this rank owns.
+// An optimizer with the groups of the whole model, whose state() has only the states of parameters that this rank owns.
 class OptimizerShards {
  public:
   virtual ~OptimizerShards() = default;
   // Returns the optimizer that steps the owned parameters. Callers inspect its class.
   virtual const torch::optim::Optimizer& local() const = 0;
-  // Returns whether this rank owns the parameter and keeps its state.
-  virtual bool owns(const at::Tensor& parameter) const = 0;
-  // Returns an owner's new values as this rank receives them: rounded if OSS publishes rounded values.
+  virtual bool owns(const at::Tensor& parameter) const = 0;  // whether this rank owns the parameter and its state
+  // Returns an owner's new `values` of a parameter as this rank receives them: rounded if OSS publishes rounded values.
   virtual at::Tensor as_received(const at::Tensor& /*parameter*/, const at::Tensor& values) const { return values; }
 };
 

@@ -38,7 +38,7 @@ struct StateDictOptions {
   bool offload_to_cpu = false;
 };
 
-// The dtype of each phase of a step (FSDP2's MixedPrecisionPolicy, with FSDP1's buffers): kHalf, kBFloat16, kFloat or
+// The dtypes of the phases of a step (FSDP2's MixedPrecisionPolicy, with FSDP1's buffers): kHalf, kBFloat16, kFloat or
 // kDouble. Empty: the parameters' own dtype. State in optimizers, checkpoints and state dictionaries always has the
 // parameters' own dtype. Complex and integer tensors always keep their dtype.
 struct MixedPrecision {
@@ -56,9 +56,9 @@ struct MixedPrecision {
   // The dtype to which the wrapper's forward() converts floating-point tensors in its result. Empty: no conversion.
   std::optional<at::ScalarType> output_dtype{};
   // Selects modules that compute in the parameters' own dtype, usually norms. Their parameters and buffers are never
-  // cast. If an operator uses such a parameter, its arguments of param_dtype are converted to the parameter's dtype.
-  // Its results are converted back, in forward and in backward. Also selects batch norms (FSDP1's default) unless
-  // buffer_dtype is param_dtype, because their parameters and running statistics need one dtype.
+  // cast. If an operator uses such a parameter, the operator's arguments of param_dtype are converted to the
+  // parameter's dtype. Its results are converted back, in forward and in backward. Also selects batch norms (FSDP1's
+  // default) unless buffer_dtype is param_dtype, because their parameters and running statistics need one dtype.
   WrapPolicy full_precision{};
 };
 
@@ -71,7 +71,7 @@ struct HybridSharding {
   // The number n of consecutive ranks, usually those of a host, that together keep a secondary copy of the parameters:
   // 1/n on each rank, from forward to the end of backward (ZeRO++'s hpZ; FSDP2's reshard_after_forward = n). Backward,
   // and further forwards under no_sync(), gather among these ranks only. n must divide the number of ranks of a copy.
-  // Each rank needs memory for 1/n of the model in param_dtype. 0: no secondary copy.
+  // Each rank needs memory for 1/n of the model in param_dtype. Requires reshard_after_forward. 0: no secondary copy.
   int ranks_per_secondary_copy = 0;
 };
 
@@ -96,14 +96,11 @@ struct FsdpOptions {
   // of the whole model). If no backward follows a forward, the unit stays unsharded until the next backward ends.
   bool reshard_after_forward = true;
 
-  // The dtypes of parameters, gradients and buffers on the wire and in computation.
-  MixedPrecision mixed_precision{};
+  MixedPrecision mixed_precision{};  // dtypes of parameters, gradients and buffers on the wire and in computation
 
-  // Formats of the data that ranks send, for example 8-bit blocks.
-  WireFormats wire{};
+  WireFormats wire{};  // formats of the data that ranks send, for example 8-bit blocks
 
-  // Host or disk memory for shards and gradients.
-  CpuOffload offload{};
+  CpuOffload offload{};  // host or disk memory for shards and gradients
 
   // The number of units that are unsharded ahead of the unit in use, in forward and in backward, in the order of the
   // last iteration. 0: none. Each needs memory for an unsharded unit. Ranks that read each other's memory (gloo, one
@@ -111,15 +108,15 @@ struct FsdpOptions {
   int prefetch = 1;
 
   // The number of most recently used units that stay unsharded; 1 or more. With 2, two units used in turn stay
-  // unsharded. If there are eight or more units, backward begins with one: on a device, the wrapper's forward()
-  // reshards all others; on CPUs, the start of backward reshards those that are never unsharded ahead (`prefetch`).
+  // unsharded. If there are eight or more units, fewer stay unsharded for backward: on a device, the wrapper's
+  // forward() reshards all units except the last used one; on CPUs, the start of backward reshards units that are never
+  // unsharded ahead (`prefetch`).
   int keep_recent = 2;
 
   // true: rank 0 sends its parameters and buffers. false: all ranks must already have equal parameters and buffers.
   bool sync_module_states = true;
 
-  // Shards the model over groups of ranks, with one copy in each group.
-  HybridSharding hybrid{};
+  HybridSharding hybrid{};  // shards the model within groups of ranks, with one copy in each group
 
   // Selects modules whose parameters are not sharded and not in parameters(), and whose gradients are not reduced.
   // Intended for frozen parts that every rank uses, or parts that the program itself trains.
@@ -140,7 +137,7 @@ struct FsdpOptions {
 
 // Returns the options. Throws std::invalid_argument, naming the field, for values out of range.
 const FsdpOptions& checked(const FsdpOptions& options);
-// Selects the modules that are not cast: full_precision, and batch norms unless buffer_dtype is param_dtype.
+// Returns the policy for modules that are not cast: full_precision, and batch norms unless buffer_dtype is param_dtype.
 WrapPolicy exempt_modules(const MixedPrecision& precision);
 // Returns the options that ranks compare at construction, as text. Ranks compare `hybrid` separately.
 std::string describe(const FsdpOptions& options);
