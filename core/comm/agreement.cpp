@@ -49,7 +49,6 @@ void require_agreement(Communicator& comm, const std::string& subject, const std
   report.finish();
   if (!report.unlike_ranks()) return;
 
-  // Fingerprints differ, so gather the texts of all ranks to find the difference.
   std::string text;
   for (const std::string& line : lines) text += line + '\n';
   const auto texts = gather_texts(comm, text, subject);

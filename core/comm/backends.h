@@ -12,8 +12,8 @@ namespace tessera::internal {
 
 class TransportSource;
 
-// Only init() and run_ranks() set permits_tracing, raises_descriptor_limit and process_setup. If these three fields
-// keep their defaults, the group changes no process-wide setting.
+// The group changes process-wide settings only if permits_tracing, raises_descriptor_limit or process_setup is set.
+// Only init() and run_ranks() set these three fields.
 struct GlooOptions {
   std::string address;  // IP address of this rank's network interface, or this rank's host name
   std::chrono::milliseconds timeout;
@@ -21,14 +21,14 @@ struct GlooOptions {
   bool serves_store = false;                  // this process serves the store: see Watchdog::await_readers()
   bool permits_tracing = false;               // see ProcessSetup::permit_tracing
   bool raises_descriptor_limit = false;       // see ProcessSetup::raise_descriptor_limit
-  std::shared_ptr<const void> process_setup;  // shared with the groups that are split from this group
+  std::shared_ptr<const void> process_setup;  // keeps ProcessSetup's changes in effect; split groups share it
   // Makes the transport that carries all messages. If null, the group uses peer memory and TCP.
   std::shared_ptr<TransportSource> carrier = nullptr;
 };
 
 // Joins ranks into a group over c10d's gloo backend (TCP, CPU tensors) and, within a host, over peer memory.
-// Collective. The ranks meet in `store`, which the group uses while it exists. All ranks must pass one store, wrapped
-// in a PrefixStore, so that no other group uses its keys. Throws CommError if a rank does not join before the timeout.
+// Collective. The ranks meet in `store`, which the group uses while it exists. All ranks must pass the same store,
+// wrapped in a PrefixStore if the store has other users. Throws CommError if a rank does not join before the timeout.
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      GlooOptions options);
 

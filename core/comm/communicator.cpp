@@ -261,7 +261,7 @@ Pending Communicator::all_reduce(at::Tensor tensor, ReduceOp op, std::string_vie
 }
 
 Pending internal::backend_all_reduce(Communicator& comm, at::Tensor tensor, std::string_view what) {
-  // gloo would end the process if sizes differed. This barrier has the size in its description, so it throws instead.
+  // gloo ends the process if sizes differ. This barrier's description has the size, so the barrier throws instead.
   if (comm.device().is_cpu()) comm.barrier(c10::str("the size of ", what, ", ", tensor.numel(), " elements"));
   return comm.begin({Collective::kBackendAllReduce, std::move(tensor), {}, std::string(what)});
 }

@@ -21,7 +21,7 @@
 namespace tessera::internal {
 namespace {
 
-// Descriptors that are reserved for files that the program and libraries open while the ranks connect.
+// A reserve of descriptors, for files that the program and libraries open while the ranks connect.
 constexpr int64_t kReserve = 32;
 
 int64_t open_descriptors() {

@@ -39,7 +39,7 @@ void call_after_last_group(void (*act)());
 // Returns "rank 3" or "ranks 0, 1, 2". Names the first eight ranks and counts the others, as in "ranks ... and 5 more".
 std::string ranks_text(const std::vector<int>& ranks);
 
-// Returns an exception's text, without libtorch's stack trace. A null pointer means that std::terminate() was called.
+// Returns the exception's text, without libtorch's stack trace. If null, returns "std::terminate() was called".
 std::string text_of(const std::exception_ptr& exception);
 // The reason that a group publishes if it is destroyed by stack unwinding, where the exception's text is unknown.
 inline constexpr char kUnwound[] = "an exception ended its use of the group";

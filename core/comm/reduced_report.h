@@ -27,7 +27,7 @@ class ReducedReport {
   void finish();
   // Whether the functions below return without blocking.
   bool has_arrived() const;
-  // Returns the maximum of each number over the ranks. Blocks.
+  // Returns the maximum of each number over the ranks, in an array that this report owns. Blocks.
   const int64_t* largest();
   // Returns two ranks whose fingerprints differ (lower first), or nullopt if all agree. Blocks. Compares 43 bits.
   std::optional<std::pair<int, int>> unlike_ranks();
@@ -47,10 +47,11 @@ class ReducedReport {
   std::optional<c10::Event> arrived_;  // set by finish(); null for a CPU group
 };
 
-// A queue of reports. look() finishes all, then passes arrived ones to their callbacks in order. Leaves at most four.
+// A queue of reports. look() finishes all, calls Look for arrived ones in order, and blocks until at most four are
+// left.
 class LateReports {
  public:
-  // Called once for each report, after finish(). Must throw if the report says that the ranks disagree.
+  // look() calls this once for each report. Must throw if the report says that the ranks disagree.
   using Look = std::function<void(ReducedReport&)>;
   void add(ReducedReport report, Look look) { waiting_.emplace_back(std::move(report), std::move(look)); }
   void look();

@@ -14,7 +14,7 @@ namespace tessera::internal {
 // exchange wrong data.
 class SingleThreadChecker {
  public:
-  // Marks this thread as being in a call while this object exists. Calls may nest. `what`, for errors, is a literal.
+  // Marks this thread as in a call while this object exists. Calls may nest. `what` names the call; must be a literal.
   class Call {
    public:
     explicit Call(SingleThreadChecker& caller, const char* what = "a call") : caller_(caller) {
@@ -55,7 +55,7 @@ class SingleThreadChecker {
   std::atomic<const char*> what_ = "a call";  // the outermost call
 };
 
-// Called if Call::is_alone() is false. Aborts the group and throws CommError, whose text begins with `what`.
+// Must be called if Call::is_alone() is false. Aborts the group and throws CommError, whose text begins with `what`.
 [[noreturn]] void refuse_second_thread(Communicator& comm, const std::string& what);
 
 }  // namespace tessera::internal

@@ -35,8 +35,8 @@ class PollingStore : public c10d::Store {
 
 // A store whose calls always end. If the serving process is stopped or the link is cut, a call of c10d's TCPStore
 // blocks forever, and so do all later calls. This class makes the calls on its own thread. If the store does not answer
-// within `patience`, a call throws c10::Error with the text kNoAnswer. If the thread has not begun the call then, it
-// skips the call. The destructor detaches the thread if a call still blocks the thread.
+// within `patience`, a call throws c10::Error, whose text begins with kNoAnswer. A call that the thread has not begun
+// by then is skipped. The destructor detaches the thread if a call still blocks the thread.
 //
 // get() and multiGet() poll, too. Thread-safe. Every group wraps its store with of(). While a group is formed over the
 // program's store, call_with_timeout() limits the calls instead.
@@ -51,7 +51,7 @@ class StoreClient : public PollingStore {
   // If `store`, below its prefix wrappers, is a StoreClient, lowers its patience, also for calls in progress.
   static void limit_patience(c10d::Store& store, std::chrono::milliseconds patience);
 
-  // `patience` is also the timeout of wait() and get().
+  // `patience` is also the timeout of wait(), get() and multiGet().
   StoreClient(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience);
   ~StoreClient() override;
   StoreClient(const StoreClient&) = delete;

@@ -27,6 +27,7 @@ class HasStore {
 class StoreMailbox {
  public:
   // `topic` is a prefix of all names. It must be equal on all ranks, and no other mailbox of the group may use it.
+  // `comm` must outlive this object. Throws std::logic_error if its backend keeps no store.
   StoreMailbox(const Communicator& comm, std::string topic);
 
   void leave(const std::string& name, const std::string& text) const;

@@ -17,7 +17,7 @@ namespace tessera::internal {
 class TrafficCounter {
  public:
   void add_sent(int64_t bytes) noexcept { sent_bytes_ += bytes; }
-  // Counts one operation. Called when the operation begins.
+  // Must be called once for each operation, when it begins.
   void add_collective() noexcept { ++collectives_; }
   // Adds the duration of a wait to the total. After the first reset_wait_times(), also to the total of `operation`.
   void add_wait(std::chrono::nanoseconds duration, const std::string& operation);
@@ -34,7 +34,7 @@ class TrafficCounter {
   std::optional<std::map<std::string, double>> waits_;  // seconds by operation; null before reset_wait_times()
 };
 
-// Returns the least number of bytes that this rank can send in `collective`. Used if a backend reports no traffic.
+// Returns the least number of bytes that this rank can send in `collective`. For backends that do not report traffic.
 int64_t bytes_sent(const Collective& collective, int rank, int size);
 
 }  // namespace tessera::internal

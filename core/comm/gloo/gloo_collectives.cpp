@@ -88,7 +88,7 @@ void GlooCollectives::start(const Collective& collective) const {
 }
 
 // Starts all sends and receives. If the transports are not eager, starts the sends first: a receive whose send is
-// already announced can copy a small message at once. Each rank starts with its next rank, to spread the load.
+// already announced can copy a small message at once. Each rank sends to its next rank first, to spread the load.
 template <class Send, class Receive>
 void GlooCollectives::exchange(Send send, Receive receive) const {
   const auto receive_all = [&] {
@@ -133,7 +133,7 @@ GlooCollectives::Segments GlooCollectives::exchange_parts(const Segments& parts)
   return segments;
 }
 
-// Sends the root's parts[i] to `own` of rank i. Other ranks do not read `parts`.
+// The root sends parts[i] to rank i's `own`, but does not copy its own part. Other ranks do not read `parts`.
 void GlooCollectives::send_parts(const std::vector<at::Tensor>& parts, const at::Tensor& own, int root) const {
   if (rank_ != root) return op_.receive(own, root);
   exchange([&](int to) { op_.send(parts[to], to); }, [](int) {});

@@ -21,7 +21,7 @@ class GlooCollectives {
   GlooCollectives(GlooOperation& op, int rank, int size, bool are_eager)
       : op_(op), rank_(rank), size_(size), are_eager_(are_eager) {}
 
-  // Starts the first step of the collective. Starts a pipeline for further work, or sets op.complete to do this work.
+  // Starts the first step of the collective. If more steps follow, starts a pipeline for them, or sets op.complete.
   void start(const Collective& collective) const;
 
  private:

@@ -150,8 +150,8 @@ void GlooCommunicator::close_if_broken() noexcept {
   in_flight_.close(transports_);
 }
 
-// Returns the result of `connect`, which waits for the other ranks through a store. This wait is part of `op`, so the
-// watchdog ends the wait if a rank fails, leaves or diverges. Throws CommError if the wait fails.
+// Returns the result of `connect`, which waits for the other ranks through a store with keys under `prefix`. The wait
+// is part of `op`: the watchdog ends it if a rank fails, leaves or diverges. Throws CommError if the wait fails.
 template <class Connect>
 auto GlooCommunicator::meet(const GlooOperation& op, const std::string& prefix, Connect connect) {
   const InCall call(*this, op.description());
@@ -181,7 +181,7 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
                                                           int position) {
   std::string what = "joining the groups of a split";
   if (!label().empty()) what += " in the group of " + label();
-  // A split counts as an operation on every rank, even on a rank that joins no part.
+  // A split is an operation also on a rank that joins no part, so that all ranks number later operations alike.
   const GlooOperation joining(shared_from_this(), std::move(what));
   WaitRegistry::Place place = watch_.part(name, members);
   if (position < 0) return nullptr;
@@ -197,7 +197,7 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
                                       position, size, std::move(options), std::move(place));
 }
 
-// Makes the TCP connections, unless they exist. If all ranks share memory, the first backend_all_reduce() makes them.
+// Makes the TCP connections, unless they exist. GlooTransports::connect() makes none if all ranks share memory.
 void GlooCommunicator::make_connections(const GlooOperation& op) {
   if (transports_.tcp()->is_connected()) return;
   transports_.tcp()->connect(meet(op, "connections", [&](const c10::intrusive_ptr<c10d::Store>& meeting) {

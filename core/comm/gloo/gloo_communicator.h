@@ -20,11 +20,11 @@
 
 namespace tessera::internal {
 
-// A group over gloo. Of gloo's collectives it uses only the all-reduce, in backend_all_reduce(): the reduce-scatter
-// all-reduces a clone of its input, and the all-gather is a ring of copies. Other operations consist of sends and
-// receives between pairs of ranks, directly from and to the caller's tensors. Reductions add in rank order in wait().
-// If no peers share memory, large ones add chunk by chunk as data arrives (ReductionPipeline). If all ranks share
-// memory, each small gather or reduction is one round of SharedRounds.
+// A group over gloo. Of gloo's own collectives, only the all-reduce is used (backend_all_reduce()). The others are
+// slow: gloo's reduce-scatter all-reduces a clone of its input, and its all-gather is a ring of copies. Other
+// operations consist of sends and receives between pairs of ranks, directly from and to the caller's tensors.
+// Reductions add in rank order in wait(). If no peers share memory, large reductions add chunk by chunk as data arrives
+// (ReductionPipeline). If all ranks share memory, each small gather or reduction is one round of SharedRounds.
 //
 // The tag of each message combines the operation's number with a hash of its description. If ranks start different
 // operations, the tags differ: the ranks stall instead of exchanging wrong data, and Watchdog reports the cause.
@@ -49,8 +49,8 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
  private:
   friend class GlooOperation;
 
-  // Marks a call of the rank's thread, and refuses calls of a second thread. During a call, no other thread closes
-  // the group. If one of them breaks the group, the group is closed at the end of the outermost call.
+  // Marks a call of the rank's thread, and refuses calls of a second thread. During a call, no other thread closes the
+  // group. If another thread breaks the group meanwhile, the end of the outermost call closes the group.
   class InCall {
    public:
     InCall(GlooCommunicator& comm, const std::string& what);

@@ -82,7 +82,7 @@ void GlooOperation::reduce_in_background(const std::vector<at::Tensor>& own, con
     comm->transports_.to(peer).start(chunk, peer, is_send, tag, started);
     return std::move(started.front());
   };
-  // The functions hold a plain pointer, because the communicator outlives its pipelines.
+  // The functions hold a non-owning pointer to the communicator, which outlives its pipelines.
   ReductionPipeline::Exchange exchange;
   exchange.receive = [start_chunk, tag = tag_](const at::Tensor& chunk, int peer) {
     return start_chunk(chunk, peer, /*is_send=*/false, tag);

@@ -33,8 +33,8 @@ class GlooOperation : public Pending::Operation {
   at::Tensor receive_new(int64_t numel, at::ScalarType dtype, int peer, size_t part = 0);
   // Blocks until `carrier` has room for the operation, and then starts the whole operation on `carrier`.
   void start_collective(Transport& carrier, const Collective& collective);
-  // Prepares a reduction, which start_pipeline() starts on the pipeline thread. It reduces the segments in `own` and
-  // the parts received in this step into `out`. If `publish` is true, the next step sends each sum to all ranks.
+  // Prepares a reduction of `own` and of the parts received in this step into `out`. start_pipeline() starts it on the
+  // pipeline thread. If `publish` is true, sends each sum to all other ranks in the next step.
   void reduce_in_background(const std::vector<at::Tensor>& own, const at::Tensor& out, ReduceOp reduce, bool publish);
   void start_pipeline();
   void wait_for_messages();

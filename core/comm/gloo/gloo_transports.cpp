@@ -51,7 +51,7 @@ void GlooTransports::assign_peers(int rank, int size) {
   for (const auto& transport : all_) {
     const bool has_peers = std::ranges::find(by_peer_, transport.get()) != by_peer_.end();
     if (has_peers && transport->max_eager_numel() == 0) are_eager_ = false;
-    // TCP without peers does not count: no message uses it, and only a kBackendAllReduce connects it.
+    // Ignores TCP without peers: no message uses it, and only a kBackendAllReduce connects it.
     if (has_peers || transport.get() != tcp_)
       max_eager_numel_ = std::max(max_eager_numel_, transport->max_eager_numel());
   }

@@ -16,7 +16,7 @@ namespace tessera::internal {
 // The transports of one rank of a gloo group, created by connect(). A new kind of transport must be created there.
 class GlooTransports {
  public:
-  // Makes no transports. For a world of one rank.
+  // For a world of one rank, which needs no transports.
   GlooTransports() = default;
   // Connects to the other ranks, which meet in `store`. Collective. Throws exceptions derived from std::exception.
   static GlooTransports connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,

@@ -5,7 +5,7 @@
 namespace tessera::internal {
 
 uint64_t memory_tag(const MessageTag& tag) {
-  // The factor is odd, so different parts have different numbers.
+  // The factor is odd, so the parts of a step have different tags.
   const uint32_t of_part = tag.fingerprint + static_cast<uint32_t>(tag.part) * 0x9e3779b9U;
   return tag.sequence << 34 | static_cast<uint64_t>(tag.step) << 32 | of_part;
 }

@@ -25,7 +25,7 @@ class MemoryTransport : public Transport {
   const int size_;
 };
 
-// Returns a message's tag for PeerMemory, which matches messages by tag alone. Each part of a step has its own tag.
+// Returns a message's tag for PeerMemory, which matches messages only by tag. So each part of a step has its own tag.
 uint64_t memory_tag(const MessageTag& tag);
 
 }  // namespace tessera::internal

@@ -21,7 +21,7 @@ struct OperationResources {
   std::shared_ptr<ReductionPipeline> pipeline;
   bool is_aborted = false;  // the group was closed before the messages were complete
 
-  // Destroys the messages. If `keeper` is not null, first appends to it the tensors that a peer may still access.
+  // Destroys all messages. If `keeper` is not null, first appends to it the tensors that a peer may still access.
   void drop(std::vector<at::Tensor>* keeper) noexcept;
 };
 
@@ -38,8 +38,8 @@ class OperationsInFlight {
 
   // Adds an operation. Throws as require_whole() does. `operation` must stay alive until remove().
   void add(OperationResources& operation, const std::string& what);
-  // Removes an operation. If it was never awaited, peers may need its messages. In this case, completes messages that
-  // need no wait, unless `may_complete` is false (in a child of fork()), and keeps the others until the group closes.
+  // Removes an operation. If it was never awaited, keeps its messages until the group closes, because peers may need
+  // them. First completes messages that need no wait, unless `may_complete` is false (in a child of fork()).
   void remove(OperationResources& operation, bool may_complete) noexcept;
 
   // Registers the wait that interrupt() ends. Returns false if the group is broken; the caller must not wait then.
@@ -61,7 +61,7 @@ class OperationsInFlight {
   std::optional<std::string> broken_ TESSERA_GUARDED_BY(mutex_);
   std::unordered_set<OperationResources*> operations_ TESSERA_GUARDED_BY(mutex_);
   std::shared_ptr<InterruptibleWait> current_wait_ TESSERA_GUARDED_BY(mutex_);
-  std::vector<OperationResources> orphans_ TESSERA_GUARDED_BY(mutex_);  // kept for operations that were not awaited
+  std::vector<OperationResources> orphans_ TESSERA_GUARDED_BY(mutex_);  // of operations that were never awaited
 };
 
 }  // namespace tessera::internal

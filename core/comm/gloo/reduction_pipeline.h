@@ -35,7 +35,7 @@ class ReductionPipeline {
   static constexpr int64_t kStagingBytes = int64_t{32} << 20;
   static constexpr int64_t kLeastAhead = 4;
 
-  // Both functions start the message of one chunk and return. Called by the constructing thread and by PipelineThread.
+  // Each function starts the message of one chunk and returns it. The constructing thread and PipelineThread call them.
   struct Exchange {
     std::function<Message(const at::Tensor& chunk, int peer)> receive;
     std::function<Message(const at::Tensor& chunk, int peer)> publish;  // null if this rank keeps the sum
@@ -85,7 +85,7 @@ class PipelineThread : public InterruptibleWait {
   // Blocks until the pipeline completes, and returns nullopt. Returns a failure if any pipeline fails first, if
   // interrupt() is called, or at the deadline ("timed out"). Must be called by one thread at a time.
   std::optional<MessageFailure> wait(const ReductionPipeline& pipeline, Deadline until);
-  // Returns the messages of a completed pipeline that may still be in flight. They must be awaited.
+  // Returns the sends of a completed pipeline. They may still be in flight, so the caller must await them.
   static TransportMessages published(ReductionPipeline& pipeline);
   // Destroys the messages of a pipeline that has completed or was stopped.
   static void drop(ReductionPipeline& pipeline) noexcept;

@@ -42,7 +42,7 @@ class TcpTransport : public Transport {
   std::mutex posting_;  // serializes the backend's send() and recv(), which are not thread-safe
 };
 
-// Returns the text of an error for a message whose connection is closed. `peer` is -1 if unknown.
+// Returns the error text for a closed connection to `peer`, which is -1 if unknown. `cause` is the transport's error.
 std::string closed_connection_text(int peer, const std::string& cause);
 
 }  // namespace tessera::internal

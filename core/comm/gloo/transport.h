@@ -76,8 +76,8 @@ using TransportMessages = std::vector<std::shared_ptr<TransportMessage>>;
 // Moves bytes between the ranks of a gloo group. An implementation carries single messages to the peers that it
 // reaches, or whole collectives, or both. GlooTransports lists the implementations of a group.
 //
-// Only one thread at a time starts messages and collectives. If max_eager_numel() is not 0, however, PipelineThread's
-// thread may start messages concurrently with that thread. Other functions are thread-safe.
+// start() and start_collective() must be called by one thread at a time. Exception: if max_eager_numel() is not 0,
+// PipelineThread's thread may call start() concurrently with that thread. Other functions are thread-safe.
 class Transport {
  public:
   virtual ~Transport() = default;

@@ -109,7 +109,7 @@ StorePtr next_group(const StorePtr& store, int rank, int size) {
   if (rank == 0) {
     try {
       delete_left_groups(store, size, number - 1);
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): not every store lists or deletes keys
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the keys stay in a store that cannot list them
     }
   }
   return keys_of(store, size, number);

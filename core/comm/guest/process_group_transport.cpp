@@ -93,7 +93,7 @@ class WorkMessage : public TransportMessage {
   std::atomic<bool> is_interrupted_ = false;
 };
 
-// Whether the group's class has _allgather_base and _reduce_scatter_base: assumed, until a call fails on all ranks.
+// Whether the group's class has _allgather_base and _reduce_scatter_base. True until a call fails, on all ranks alike.
 struct Abilities {
   std::atomic<bool> gathers = true, scatters = true;
 };

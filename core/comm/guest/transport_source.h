@@ -13,13 +13,13 @@
 
 namespace tessera::internal {
 
-// The members of a part of a program's group, and a number that distinguishes messages of different parts.
+// A part of the program's group: its members, and a number that distinguishes its messages from those of other parts.
 struct PartOfGroup {
   std::vector<int> members = {};  // indexed by rank in the part; empty for the whole group
   uint64_t number = 0;
 
   int rank_of(int member) const { return members.empty() ? member : members[static_cast<size_t>(member)]; }
-  // Returns a hash of the tag and the part. A transport reduces the hash to its own range of message numbers.
+  // Returns a hash of the tag and the part, which the transport reduces to the range of its library's message tags.
   uint64_t number_of(const MessageTag& tag) const {
     const uint64_t sum =
         Fingerprint().add(tag.sequence).add(tag.fingerprint).add(tag.step).add(tag.part).add(number).value();

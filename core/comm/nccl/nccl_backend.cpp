@@ -32,7 +32,7 @@ template struct DumpTimeout<&Monitor::waitTimeoutDumpInMilSec_>;
 // c10d's options are environment variables for all groups, so this class changes the members of one group.
 struct ErrorHandling : c10d::ProcessGroupNCCL {
   static void leave_to_tessera(c10d::Backend& group) {
-    if (c10::utils::has_env("TORCH_NCCL_ASYNC_ERROR_HANDLING")) return;  // the user's choice
+    if (c10::utils::has_env("TORCH_NCCL_ASYNC_ERROR_HANDLING")) return;  // the user has chosen c10d's handling
     auto& of_nccl = static_cast<c10d::ProcessGroupNCCL&>(group);
     of_nccl.*(&ErrorHandling::asyncErrorHandling_) = c10d::NoHandling;
     Monitor& monitor = *(of_nccl.*(&ErrorHandling::heartbeatMonitor_));
@@ -64,7 +64,7 @@ class NcclGroups : public NcclBackends {
     using NcclWork = c10d::ProcessGroupNCCL::WorkNCCL;
     const auto* const own = dynamic_cast<const NcclWork*>(work.get());
     if (own == nullptr) return work;
-    return c10::make_intrusive<NcclWork>(*own);  // this constructor leaves the results out
+    return c10::make_intrusive<NcclWork>(*own);  // this copy constructor omits the results
   }
 
  private:

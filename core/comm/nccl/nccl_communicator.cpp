@@ -47,7 +47,7 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr auto kLookAfterEvery = std::chrono::milliseconds(50);
-constexpr auto kLongestPause = std::chrono::microseconds(1000);  // between polls in throw_if_aborted()
+constexpr auto kLongestPause = std::chrono::microseconds(1000);  // between polls in require_ended()
 // Indexed by ReduceOp.
 constexpr c10d::ReduceOp::RedOpType kNcclOps[] = {c10d::ReduceOp::SUM, c10d::ReduceOp::AVG, c10d::ReduceOp::MAX,
                                                   c10d::ReduceOp::MIN};
@@ -89,7 +89,7 @@ class NcclCommunicator : public Communicator,
   }
 
   // Blocks until all operations have ended: destroying the group aborts its kernels, and peers may wait for these.
-  // During unwinding the group is aborted instead, because the peers' operations may never complete.
+  // During unwinding, aborts the group instead, because its operations may never complete.
   ~NcclCommunicator() override {
     if (std::uncaught_exceptions() > 0) {
       abort_this(kUnwound);
@@ -128,7 +128,7 @@ class NcclCommunicator : public Communicator,
     enqueue();
     track(c10::make_intrusive<ReplayEnd>(device()), description);
   }
-  // Each part of the group also watches a replay, because only the part's thread can abort the part's kernels in it.
+  // Groups split from this one also track the replay: only a group's own thread can abort its kernels in the replay.
   void track(const Work& end, const std::string& description) {
     if (size() == 1) return;
     watch_.started(sequence_++, description);
@@ -224,7 +224,7 @@ class NcclOperation : public Pending::Operation {
   std::vector<at::Tensor> tensors_;
 };
 
-// Views tensors as bytes if NCCL does not know their dtype. Throws if a reduction has such a dtype.
+// Views tensors as bytes if NCCL does not know their dtype; for a reduction, throws std::invalid_argument instead.
 void NcclCommunicator::make_sendable(Collective& collective) const {
   const auto kind = collective.kind;
   const at::ScalarType dtype = collective.dtype();
@@ -300,7 +300,7 @@ Work NcclCommunicator::launch(Collective& collective) {
       return group_->allreduce(own, {.reduceOp = nccl_op});
     case Collective::kBroadcast:
       return group_->broadcast(own, {.rootRank = root});
-    case Collective::kReduce:  // NCCL writes only to the root's tensor
+    case Collective::kReduce:  // NCCL leaves the other ranks' tensors unchanged
       return group_->reduce(own, {.reduceOp = nccl_op, .rootRank = root});
     case Collective::kScatter:
       return launch_scatter(collective);
@@ -327,7 +327,8 @@ void NcclCommunicator::require_whole(std::string_view what) {
   if (const auto reason = queue_.reason_to_tell()) throw CommError(c10::str(what, " on rank ", rank(), ": ", *reason));
 }
 
-// Called after an error of c10d. Throws if the group has ended. If a peer was lost, waits up to naming_time_ for that.
+// Called after an error of c10d. Throws if the group has ended. If a peer was lost, waits for the end, up to
+// naming_time_.
 void NcclCommunicator::require_whole_after(const std::exception& error, std::string_view what) {
   require_whole(what);
   if (!is_loss_of_a_peer(error.what())) return;
@@ -357,7 +358,7 @@ void NcclCommunicator::require_ended(std::string_view what, bool all) {
   if (!waits_for.empty()) count_wait(steady_clock::now() - began, waits_for);
 }
 
-// If a peer has failed, NCCL's error does not name the peer, but the watchdog's explanation does.
+// Ends the group. Prefers the watchdog's explanation to `error`, because NCCL's errors do not name a failed peer.
 void NcclCommunicator::end_by(const std::string& error) {
   const std::string known = watch_.explanation();
   end(known.empty() ? error : known, false);
@@ -400,7 +401,8 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   }
 }
 
-// Ends the group. Only the first call has an effect. An empty reason, which the watchdog passes, means explanation().
+// Ends the group. Only the first call has an effect. An empty `reason`, which the watchdog passes, means explanation().
+// Unless the reason `is_complete`, adds the oldest operation to it, as the one that failed.
 void NcclCommunicator::end(std::string reason, bool is_complete) noexcept {
   if (reason.empty()) reason = watch_.explanation();
   const auto oldest = queue_.begin_end();

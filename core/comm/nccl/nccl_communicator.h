@@ -12,8 +12,8 @@
 
 namespace tessera::internal {
 
-// Makes the c10d backends of NcclCommunicators: NCCL's own (nccl_backend.cpp), the program's, or replacements in tests.
-// Groups that are split from a group share its object. InitOptions::registered_memory uses their allocateTensor().
+// Makes the c10d backends of NcclCommunicators: NCCL's own (nccl_backend.cpp), the program's, or substitutes in tests.
+// A group and those split from it share one object. InitOptions::registered_memory needs a backend's allocateTensor().
 class NcclBackends {
  public:
   virtual ~NcclBackends() = default;
@@ -30,7 +30,7 @@ class NcclBackends {
   virtual c10::intrusive_ptr<c10d::Work> without_tensors(const c10::intrusive_ptr<c10d::Work>& work) = 0;
 };
 
-// Joins ranks into a group over `backends`. See backends.h.
+// Like make_nccl_communicator() in backends.h, but over `backends`.
 std::shared_ptr<Communicator> make_nccl_communicator(std::shared_ptr<NcclBackends> backends,
                                                      c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      at::Device device, NcclOptions options);

@@ -23,7 +23,7 @@ NcclQueue::Look NcclQueue::look() {
     look.ended.push_back(std::move(operations_.front()));
     operations_.pop_front();
     ++ended_count_;
-    // Counts its timeout from now, because it may have been enqueued long before the device could run it.
+    // The next operation's timeout begins now: it may have been enqueued long before the device could run it.
     if (!operations_.empty()) operations_.front().began = Clock::now();
   }
   if (!operations_.empty()) look.oldest = operations_.front();

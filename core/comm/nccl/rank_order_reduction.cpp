@@ -72,7 +72,7 @@ std::vector<at::Tensor> pieces_of(const at::Tensor& full, const std::vector<int6
   return pieces;
 }
 
-// Returns how many elements of a shard one piece has. Its received parts and accumulator then fit in kStagingBytes.
+// Returns the number of a shard's elements whose received parts and accumulator fit in kStagingBytes; at least 1.
 int64_t piece_numel(at::ScalarType dtype, int size) {
   const auto element_bytes = static_cast<int64_t>(c10::elementSize(dtype));
   const auto sum_bytes = static_cast<int64_t>(c10::elementSize(at::toOpMathType(dtype)));

@@ -139,7 +139,7 @@ std::shared_ptr<SharedBoard> share_board(Notices& notices, int rank, const std::
   return board;
 }
 
-// Permits the ranks of a host to access this process's memory. Returns null if no permission is needed or wanted.
+// Permits the ranks of a host to access this process's memory while the result exists. Null if not needed or wanted.
 std::unique_ptr<TracerPermission> permit(Notices& notices, const std::vector<int>& host, bool permits_tracing) {
   notices.put("lineage", c10::Join(" ", lineage()));
   std::vector<std::vector<pid_t>> lineages;
@@ -277,7 +277,6 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
   return message;
 }
 
-// Copies a message that this rank has claimed.
 void PeerMemory::copy_claimed(Announcement& message) {
   const auto notifies = c10::make_scope_exit([&] { SharedBoard::notify(member(message.peer), local_[rank_]); });
   try {

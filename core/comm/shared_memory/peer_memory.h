@@ -77,8 +77,9 @@ class PeerMemory {
 
   // Announces a message: the tensor's bytes are sent to, or received from, the peer's message with the same tag. The
   // tensor must be contiguous, on the CPU, and stay alive and unchanged until wait() or close(). The upper half of a
-  // tag identifies the operation. Throws Unreachable, or std::runtime_error if the peer has announced another number of
-  // bytes. If the channel to the peer is full (1024 messages), blocks until there is room. Throws if that wait fails.
+  // tag identifies the operation. If the channel to the peer is full (1024 messages), blocks until there is room.
+  // Throws Unreachable if a copy fails. Throws std::runtime_error if that wait fails, if this rank has left, or if the
+  // peer has announced another number of bytes.
   Announced send(const at::Tensor& tensor, int peer, uint64_t tag) {
     return announce(SharedBoard::kSend, tensor, peer, tag);
   }
@@ -93,9 +94,9 @@ class PeerMemory {
   Outcome wait(const Announced& message, Deadline until);
   Outcome wait(const Announced& message) { return wait(message, RunClock::now() + timeout_); }
 
-  // Copies the message now if both sides have announced it and no rank copies it yet. Throws Unreachable.
+  // Copies the message now if both sides have announced it and no rank copies it yet. Throws Unreachable on failure.
   void copy_if_matched(const Announced& message);
-  // Number of bytes that this rank itself has copied, without the copies by its peers.
+  // Returns the number of bytes that this rank has copied, without the copies by its peers.
   uint64_t copied_bytes() const { return copied_bytes_; }
 
   // Until clear_interrupt(), makes wait() return kInterrupted if the message is incomplete. Thread-safe.
@@ -115,7 +116,7 @@ class PeerMemory {
   bool close() noexcept;
 
  private:
-  struct Peer;  // the process of another rank
+  struct Peer;  // a Process, with a descriptor that detects its end
   PeerMemory(int rank, std::vector<int> local, std::shared_ptr<SharedBoard> board, std::vector<Peer> peers,
              std::unique_ptr<TracerPermission> permission, std::chrono::milliseconds timeout);
   Announced announce(SharedBoard::State kind, const at::Tensor& tensor, int peer, uint64_t tag);
@@ -134,7 +135,7 @@ class PeerMemory {
   const std::vector<Peer> peers_;                 // indexed by number on this host
   std::unique_ptr<TracerPermission> permission_;  // lets peers access this process's memory, until close()
   const std::chrono::milliseconds timeout_;
-  const int cores_;                   // that this process may use
+  const int cores_;                   // number of cores that this process may use
   std::vector<Announced> announced_;  // this rank's messages; some may be complete
   size_t reap_at_ = 64;
   uint64_t copied_bytes_ = 0;

@@ -4,16 +4,16 @@
 
 namespace tessera::internal {
 
-// Memory that a rank announces to a rank that is a thread of the same process. Other processes can write to the shared
-// board, so the board holds a number, not the address. The other rank passes the number to find(), which checks that
-// the memory is published and may be read or written. (Memory of another process is accessed through the kernel, by
-// process_vm_readv, which checks addresses.)
+// Memory that one rank announces to another rank of the same process, where ranks are threads. Other processes can
+// write to the shared board, so the board holds a number, not the address. The other rank passes the number to find(),
+// which checks that the memory is published and may be read or written. (Memory of another process is accessed through
+// the kernel, by process_vm_readv, which checks addresses.)
 //
 // The memory is published until this object is destroyed. Movable. Different threads may use different objects.
 class PublishedMemory {
  public:
-  PublishedMemory() = default;  // publishes nothing
-  PublishedMemory(void* data, uint64_t bytes, bool is_written);
+  PublishedMemory() = default;                                   // publishes nothing
+  PublishedMemory(void* data, uint64_t bytes, bool is_written);  // for writing by the other rank, or else for reading
   PublishedMemory(PublishedMemory&& other) noexcept;
   PublishedMemory& operator=(PublishedMemory&& other) noexcept;
   ~PublishedMemory();

@@ -51,7 +51,6 @@ std::map<std::string, std::weak_ptr<SharedBoard>>& boards() {
   return *boards;
 }
 
-// Holds a channel's lock.
 class ChannelLock {
  public:
   ChannelLock(SharedBoard::Channel& channel, SharedBoard::Deadline until) : mutex_(channel.mutex) {

@@ -34,7 +34,6 @@ class SharedBoard {
   struct Side {
     uint64_t address, bytes;
   };
-  // A message and its state.
   struct Slot {
     std::atomic<uint32_t> state;
     uint64_t tag;
@@ -82,7 +81,7 @@ class SharedBoard {
 
   // Announces a message of this kind. If the peer has announced the opposite kind with this tag, returns the peer's
   // slot in its new state: kMatched, kOtherBytes, or, for at most `at_once_bytes`, copying(kind): the caller must then
-  // copy the message. Otherwise returns a new slot in the state `kind`, or null if the channel is full. Throws
+  // copy the message. Otherwise returns a new slot in the state `kind`, or a null slot if the channel is full. Throws
   // std::runtime_error if the peer holds the channel's lock, and has died or is stopped until the deadline.
   struct Announced {
     Slot* slot = nullptr;

@@ -7,8 +7,8 @@
 
 namespace tessera::internal {
 
-// The layout of the memory of SharedRounds, and the limits of small operations, in elements. All ranks compare equal
-// numbers of elements with these limits, and so decide alike, unless they run different operations.
+// The layout of the memory of SharedRounds, and the limits of small operations, in elements. Ranks compare the same
+// number of elements with these limits, so they agree which operations are small, unless the ranks have diverged.
 class SharedRoundsPlan {
  public:
   // The largest number of rounds in flight, and also the number of slots of a rank.

@@ -27,7 +27,7 @@ class TracerPermission {
 // Returns this process, its parent, its grandparent and so on, as far as they are visible in this PID namespace.
 std::vector<pid_t> lineage();
 
-// Returns the first process of the first lineage that is in all lineages, or 0 if there is none.
+// Returns the first process in lineages[0] that is in all lineages, or 0 if there is none.
 pid_t common_ancestor(const std::vector<std::vector<pid_t>>& lineages);
 
 }  // namespace tessera::internal

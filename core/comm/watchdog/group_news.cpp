@@ -15,7 +15,7 @@ constexpr int kMostFailures = 4;
 // Keys of the store. They have no destructor, because detached threads may use them while the process ends.
 constexpr char kNews[] = "tessera/news";
 constexpr char kInformed[] = "tessera/informed";  // number of ranks that no longer need the store
-constexpr char kLeft[] = "tessera/left";          // of a Leaver: "<started_count> <rank>"
+constexpr char kLeft[] = "tessera/left";          // the leaver with the fewest operations: "<started_count> <rank>"
 
 std::string failure_key(int64_t number) { return c10::str("tessera/failure/", number); }
 

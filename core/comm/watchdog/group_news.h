@@ -26,7 +26,6 @@ class GroupNews {
   // Whether no rank of a group needs the store; does not count rank 0 if its process serves the store (`serves_store`).
   static bool have_all_left(c10d::Store& store, int size, bool serves_store);
 
-  // Publishes that this rank has failed.
   void publish_failure(const std::string& reason);
   // Returns whether this is the first call by any rank of the group.
   bool is_first_to_tell() { return store_->add("tessera/told", 1) == 1; }
@@ -39,8 +38,8 @@ class GroupNews {
   void say_informed();
   bool has_said_informed() const { return said_informed_; }
   // Publishes that this rank starts no more operations after the first `started_count`, and no longer needs the store.
-  // Later calls are no-ops. If several ranks leave, the store keeps the one with the fewest operations. If `has_failed`
-  // returns true, only publishes that this rank no longer needs the store: the failure suffices as a reason.
+  // Later calls are no-ops. If several ranks leave, the store keeps the rank with the fewest operations. If
+  // `has_failed` returns true, only publishes that this rank no longer needs the store: the failure suffices as reason.
   void say_left(uint64_t started_count, const std::function<bool()>& has_failed);
   struct Leaver {
     int rank;
@@ -48,8 +47,8 @@ class GroupNews {
   };
   std::optional<Leaver> find_leaver() const;
 
-  // Announces to the other ranks that there is news. Blocks until they no longer need the store: for at most
-  // `most_after_failure` if the group has failed or there is news, and otherwise for at most `most`.
+  // Announces to the other ranks that there is news. Blocks until they no longer need the store, for at most `most`. If
+  // the group has failed (`has_failed`) or there is news already, blocks for at most `most_after_failure` instead.
   void await_readers(bool has_failed, std::chrono::milliseconds most, std::chrono::milliseconds most_after_failure);
 
  private:

@@ -82,7 +82,7 @@ StallSearch::Reason StallSearch::find_failure_or_divergence(const std::deque<Sta
 }
 
 std::string StallSearch::find_divergence(const std::deque<StartedOperation>& own) {
-  // Reads the key. Unlike get(), compareSet() does not block if the key is absent; it sets one only if "" is expected.
+  // Reads the key: unlike get(), compareSet() does not block if it is absent, and sets it only if "" is expected.
   const std::vector<uint8_t> none{'-'};
   const auto bytes = store_->compareSet(kStarted, none, none);
   return divergence_text(rank_, own, std::string(bytes.begin(), bytes.end()));

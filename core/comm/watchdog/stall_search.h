@@ -53,8 +53,8 @@ class StallSearch {
   std::chrono::steady_clock::time_point searched_leavers_, searched_cycles_;
 };
 
-// Compares `own` with `published`, the operations of another rank. Returns an error text about the first operation
-// number for which the operations differ; "" if there is none.
+// Compares `own`, the operations of this `rank`, with `published`, those of another rank. Returns an error text about
+// the first operation number for which the descriptions differ; "" if there is none.
 std::string divergence_text(int rank, const std::deque<StartedOperation>& own, const std::string& published);
 // Returns the text in which a rank publishes its operations.
 std::string published_text(int rank, const std::deque<StartedOperation>& operations);

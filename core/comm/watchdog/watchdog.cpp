@@ -111,7 +111,7 @@ bool Watchdog::is_first_to_tell() noexcept {
     const auto answer =
         call_with_timeout(kPatience, [loop = watchdogs.front()] { return loop->news.is_first_to_tell(); });
     if (answer) return *answer;
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the store is lost
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the store is lost, so this rank decides alone
   }
   return !watchdogs.front()->failure.is_known_to_all();
 }

@@ -63,7 +63,7 @@ class Watchdog {
   struct Options {
     std::chrono::milliseconds beat_every{};  // 0 for no heartbeats, else at least kLookEvery; equal on all ranks
     bool serves_store = false;               // this process serves the store
-    WaitRegistry::Place place = {};
+    WaitRegistry::Place place = {};          // from part(); the default is the group of all ranks
   };
 
   // Starts the watchdog's thread, unless there is only one rank.
@@ -74,7 +74,7 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  // Returns the place of the part with these ranks, to be passed in the Options of that part's watchdog. `name` must be
+  // Returns the place of the part of the ranks `members`, for the Options of that part's watchdog. `name` must be
   // unique among the parts of this group. Must also be called on ranks that are not members.
   WaitRegistry::Place part(const std::string& name, const std::vector<int>& members);
 
@@ -112,10 +112,10 @@ class Watchdog {
 
   WaitRegistry& waits() noexcept;  // the waits of this rank in all groups
 
-  // Returns which ranks wait and which do not, for the error of a timeout; "" if the store does not answer.
+  // Returns a text that lists the waiting and other ranks, for timeout errors; "" if the store does not answer.
   std::string waiting_ranks();
 
-  // Returns how long the current store call of the watchdog's thread has been unanswered; 0 if there is no call.
+  // Returns the duration of the store call that the watchdog's thread is making; 0 if there is no call.
   std::chrono::milliseconds unanswered();
 
   // Returns the reason why the store did not answer; "" if the store answered.
