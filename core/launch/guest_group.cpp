@@ -28,13 +28,13 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// The ranks of a program before they form a group.
+// One rank of a program that is to join a group: its arguments, and its means to exchange texts with the other ranks.
 struct Guests {
   std::string who;  // name of the called function, for errors
   int rank, size;
   GroupOptions options;
   TextExchange exchange;
-  c10::intrusive_ptr<c10d::Store> store;  // null if the group must make one
+  c10::intrusive_ptr<c10d::Store> store;  // null if make_group_of() must make one
   std::string host;                       // identifier of the host, equal on its ranks
   bool may_be_mpi = false;
   c10::intrusive_ptr<c10d::ProcessGroup> group = nullptr;
@@ -127,7 +127,7 @@ class BorrowedNccl : public NcclBackends {
     c10::intrusive_ptr<c10d::Backend::Options> options;
     try {
       options = parent.getBackendOptions();
-    } catch (const c10::Error&) {  // NOLINT(bugprone-empty-catch): a class without options needs none
+    } catch (const c10::Error&) {  // NOLINT(bugprone-empty-catch): a backend without options is split without any
     }
     auto part = parent.split(store, ranks, options);
     if (part) part->setBoundDeviceId(parent.getBoundDeviceId());

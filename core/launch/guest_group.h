@@ -9,8 +9,8 @@
 
 namespace tessera::internal {
 
-// Like communicator_from(store), but ranks of other hosts reach this rank at `address`, unless it is "". For callers
-// that know which network the ranks share. By default, public_address() chooses the first network.
+// Like communicator_from(store), but ranks of other hosts reach this rank at `address`. For callers that know which
+// network the ranks share. If `address` is "", uses public_address(), which chooses the first network.
 std::shared_ptr<Communicator> communicator_at(std::string address, c10::intrusive_ptr<c10d::Store> store, int rank,
                                               int size, GroupOptions options);
 

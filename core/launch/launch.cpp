@@ -137,7 +137,7 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
   require(!nccl || visible_cuda_devices() == 0 || world <= visible_cuda_devices(), "run_ranks: ", world,
           " ranks, but this process sees ", visible_cuda_devices(), " CUDA devices: each rank has its own");
 
-  // If threads make a process's first call of libtorch's math at once, one of them may get a result with other bits.
+  // If threads made a process's first call of libtorch's math at once, one might get other bits. So makes it here.
   static_cast<void>(at::linspace(0, 1, 48).sin());
   ProcessSetup& process = options.process;
   process.terminate_handler = process.permit_tracing = process.share_cores = false;  // only for groups of processes

@@ -140,8 +140,9 @@ constexpr MpiLauncher kMpiLaunchers[] = {
 };
 constexpr const MpiLauncher& kOpenMpi = kMpiLaunchers[0];
 
-// Returns the group of a launcher. If its size is not set, uses WORLD_SIZE, or returns nullopt if RANK is set as well.
-// Also returns nullopt if nothing is set, or if another launcher (`outer`), such as srun, set only a rank or a size.
+// Returns the group of a launcher; nullopt if neither its rank nor its size is set. If only the rank is set, takes the
+// size from WORLD_SIZE, or returns nullopt if RANK is set as well. Also returns nullopt if only one is set and the
+// enclosing launcher `outer`, such as srun, may have set it.
 std::optional<Group> read_mpi_group(const Variables& variables, const MpiLauncher& launcher,
                                     const std::optional<Group>& outer) {
   const bool gives_size = launcher.size != nullptr && variables.has(launcher.size);
@@ -165,7 +166,7 @@ struct MpiGroup {
 };
 
 // Returns the innermost group of kMpiLaunchers that has more than one rank. Skips a group that equals srun's group
-// (`slurm_step`), because srun then has set the launcher's variables. Does not skip an equal group of Open MPI.
+// (`slurm_step`), because srun has set the launcher's variables. Exception: srun sets no variables of Open MPI.
 std::optional<MpiGroup> read_mpi_groups(const Variables& variables, const std::optional<Group>& slurm_step) {
   std::optional<Group> outer = slurm_step;
   for (const MpiLauncher& launcher : kMpiLaunchers) {

@@ -47,7 +47,6 @@ using GetVariable = std::function<const char*(const char* name)>;
 // out of range. Also throws if two launchers contradict each other, or if a launcher sets no size or no address.
 LaunchEnvironment parse_launch_environment(const GetVariable& get);
 
-// Reads this process's environment.
 LaunchEnvironment read_launch_environment();
 
 // Expands Slurm's list of hosts: "node[03-05,9],gpu1" -> node03 node04 node05 node9 gpu1. Throws std::invalid_argument

@@ -255,7 +255,6 @@ class Joining {
     return c10::str(reachable.rank, " ", reachable.address);
   }
 
-  // Only traced ranks read the clocks.
   std::optional<Trace::Run> compare_clocks(const StorePtr& store) const {
     if (Trace::active() == nullptr) return std::nullopt;
     std::vector<std::string> clocks;

@@ -26,8 +26,9 @@ struct Rendezvous {
 Rendezvous rendezvous(const LaunchEnvironment& environment, const std::string& address,
                       std::chrono::milliseconds timeout);
 
-// Reports that `rank` has ended while others continue, so that ranks that wait for it in rendezvous() throw. Called by
-// the process that started the ranks and serves their store (spawn_local), with their `token`. Throws c10::Error.
+// Reports that `rank` has ended while others continue, so that ranks that wait for it in rendezvous() throw. A no-op
+// once all ranks have joined. Called by the process that started the ranks and serves their store (spawn_local), with
+// their `token`. Throws c10::Error if the store does not answer.
 void tell_of_end(const c10::intrusive_ptr<c10d::Store>& store, const std::string& token, int rank);
 
 }  // namespace tessera::internal

@@ -348,7 +348,7 @@ class Ranks {
     return std::ranges::count_if(pids_, [](pid_t pid) { return pid > 0; });
   }
 
-  // A rank that SIGUSR1 has stopped has not failed.
+  // Whether code_ is that of a failure or an ending signal. A rank that SIGUSR1 has stopped has not failed.
   bool has_failed() const { return code_ && (signal_ != SIGUSR1 || code_ != 128 + SIGUSR1); }
 
   void send(int signal) const { ::kill(keeper_, signal == SIGKILL ? SIGUSR2 : signal); }
