@@ -25,7 +25,7 @@ struct CopiedFile {
     int64_t begin = 0, bytes = 0;  // position in the file, and length
   };
   std::vector<Piece> pieces;
-  // Checksums of the pieces if send_part() sent them in blocks. Unchanged blocks share the previous part's memory.
+  // The blocks' checksums if send_part() sent the file, else empty. Equal blocks of successive parts share memory.
   std::vector<uint64_t> sums;
   int64_t bytes = 0;
   // Appends `count` bytes at `data` without copying them; `owner` owns them.
@@ -51,12 +51,12 @@ struct CopiedPart {
   int world = 0;            // number of ranks of the group
   std::string description;  // the part's entries of the manifest (describe_part())
   std::map<std::string, CopiedFile> files;
-  // The memories that hold most bytes of the files; empty if send_part() sent the files. Unchanged tensors are in
-  // a memory that successive parts share.
+  // The memories that hold the files' bytes, except headers; empty if send_part() sent the files. Unchanged tensors are
+  // in a memory that successive parts share.
   std::vector<std::shared_ptr<const CopyMemory>> memories;
 };
 
-// The parts of one step that a process holds.
+// The parts of one step that a process holds: those of the ranks in `owners`.
 struct HeldStep {
   int64_t generation = 0, step = 0;
   int world = 0;
@@ -75,8 +75,8 @@ struct CompleteStep {
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CompleteStep, generation, step, world, holders)
 CompleteStep newest_complete_step(const std::vector<std::vector<HeldStep>>& held);
 
-// Returns the ranks that must hold copies of the part of `rank`: `copies` ranks, of other hosts first. Returns fewer if
-// the world is too small. `hosts` is indexed by rank. Where possible, ranks of one host get different partners.
+// Returns the ranks that must hold copies of the part of `rank`: `copies` ranks, or fewer if the world is too small.
+// Takes a rank of each other host first. Where possible, ranks of one host get different partners. `hosts` is by rank.
 std::vector<int> partners_of(int rank, const std::vector<std::string>& hosts, int copies);
 
 // The parts that this process holds. Is thread-safe.
@@ -100,8 +100,8 @@ class CopyStore {
   std::map<PartName, std::shared_ptr<const CopiedPart>> parts_ TESSERA_GUARDED_BY(mutex_);
 };
 
-// Builds a file in a part's memory from sequential writes. Does not copy bytes that are in that memory already, or in
-// memory that is shared with other parts.
+// Builds a file of a part from sequential writes. Copies bytes to `memory` unless they are in `memory` already, or in
+// `shared`, the memory that successive parts share.
 class CopiedFileWriter {
  public:
   explicit CopiedFileWriter(std::shared_ptr<CopyMemory> memory, std::shared_ptr<const CopyMemory> shared = nullptr)

@@ -11,8 +11,8 @@
 
 namespace tessera::internal {
 
-// The memory of parts. Other processes of the host map it as their copy, so that no data is sent. A mapping keeps the
-// memory alive after the death of the process that wrote it.
+// Memory for a part. Other processes of the host map it as their copy, so that no data is sent. A mapping keeps it
+// alive after the death of the process that wrote it.
 class CopyMemory {
  public:
   // Allocates zeroed memory: shared if the system has shared memory, else private. Throws std::system_error on failure.
@@ -23,7 +23,7 @@ class CopyMemory {
   CopyMemory(const CopyMemory&) = delete;
   CopyMemory& operator=(const CopyMemory&) = delete;
 
-  // Returns the notice by which others find this memory while this process lives; null for private or mapped memory.
+  // Returns the notice by which other processes map this memory while this process lives; null if private or mapped.
   nlohmann::json notice() const;
   // Returns whether this object maps the memory of the notice.
   bool is_of(const nlohmann::json& notice) const { return !notice.is_null() && origin_ == notice; }

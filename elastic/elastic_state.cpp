@@ -47,7 +47,7 @@ constexpr int kMostFailuresAtStep = 2;
 
 std::string first_line_of(const std::string& text) { return text.substr(0, text.find('\n')); }
 
-// Returns "rank 2 of 4 was lost (...), rank 3 joined; 4 ranks go on from step 120 in memory".
+// Returns a text such as "rank 2 of 4 was lost (...), rank 3 joined; 4 ranks go on from step 120 in memory".
 std::string describe(const ElasticChange& change, const Decision& decision) {
   std::string text;
   if (!change.lost.empty() || change.joined.empty())
@@ -60,7 +60,7 @@ std::string describe(const ElasticChange& change, const Decision& decision) {
                                           : std::string("without a step that is complete in memory"));
 }
 
-// Throws unless the sampler is for the current group. A sampler of the first group would omit the items of lost ranks.
+// Throws std::invalid_argument for a sampler of another group that shards the items: it would omit lost ranks' items.
 void require_of_group(const DistributedSampler& sampler, const Communicator& comm) {
   require(sampler.world_size() == 1 || (sampler.world_size() == comm.size() && sampler.rank() == comm.rank()),
           "ElasticRun::restore(): a DistributedSampler is for rank ", sampler.rank(), " of ", sampler.world_size(),
@@ -82,7 +82,7 @@ void require_equal_objects(Communicator& comm, const StateObjects& objects) {
   } catch (const std::invalid_argument& error) {
     try {
       comm.barrier("different objects of ElasticRun::restore()");
-    } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): another rank knows, and has left the group
+    } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): a rank that knows of the difference has left
     }
     throw CommonError(error.what());
   }
@@ -111,7 +111,7 @@ std::string address_towards_run(const RunFile& file) {
   std::string address;
   try {
     address = address_towards(run->members[0].address, run->members[0].port);
-  } catch (const std::runtime_error&) {  // NOLINT(bugprone-empty-catch): the member may be gone with its network
+  } catch (const std::runtime_error&) {  // NOLINT(bugprone-empty-catch): without a route, uses public_address()
   }
   return address.empty() || is_loopback_address(address) ? public_address() : address;
 }
@@ -130,8 +130,8 @@ void check(const ElasticOptions& options, int size) {  // `size`: ranks of the f
             " ms; expected more than 0 and at most a year");
 }
 
-// On rank 0, blocks until the other ranks have read from the store, which rank 0's process may serve only until the
-// constructor returns. If a rank has died, blocks until the timeout; the group then detects the loss.
+// Must be called after the last read of the store. Rank 0's process may serve the store only until the constructor
+// returns, so rank 0 blocks until all ranks have called, at most for `timeout`. (The group detects a dead rank.)
 void await_readers(const StorePtr& store, int rank, int size, milliseconds timeout) {
   if (size == 1) return;
   call_with_timeout(timeout, [=] {
@@ -344,7 +344,7 @@ std::shared_ptr<Communicator> ElasticState::make_group() {
         loss = error.what();
         StoreClient::limit_patience(*wrapped, milliseconds(0));
         return;
-      } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): an answer that is no sign of a loss
+      } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): an invalid answer proves no loss
       }
     }
   });

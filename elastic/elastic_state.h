@@ -24,7 +24,7 @@ namespace tessera::internal {
 // server's threads use only copies_, stores_, acceptor_ and join_requests_, which are thread-safe.
 class ElasticState {
  public:
-  // Starts a run: exchanges the addresses of all ranks through the store. Is collective.
+  // Starts a run: exchanges all ranks' addresses through the store. Collective. `address`: this host's; "" if unknown.
   ElasticState(ElasticOptions options, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                const std::string& address);
   // Prepares to join the run that `file` describes. run() then joins the run.
@@ -62,7 +62,7 @@ class ElasticState {
   // Makes this process a member of group_.
   void enter_group();
   void leave_run();
-  // If processes joined group_, records the decision on it. Returns false on failure: this rank must then admit none.
+  // If group_ has joining processes, records its decision. Returns false on failure: this rank must then admit none.
   bool record_joined();
   // On rank 0, writes the file by which other processes find the run.
   void publish(bool has_ended);
@@ -72,15 +72,15 @@ class ElasticState {
   void await_members();
   std::shared_ptr<Communicator> make_group();
   void serve_store(Decision& decision);
-  // Runs the body. Returns kLost after a CommError, or after another error if a member is lost. Rethrows other errors.
+  // Makes the group and runs the body. Returns kLost after a CommError, or any error if a member is lost; else throws.
   Outcome attempt(const std::function<void(ElasticRun& run)>& body,
                   const std::function<ElasticRun(ElasticRunState&)>& make);
   // Returns whether a member of the group has ended, is silent for `stopped_after`, or has left the group.
   bool has_lost_member() const;
-  // Leaves the broken group, and finds the next one.
+  // Leaves the broken group and enters the next one. Throws CommError if there is none with this process.
   void regroup();
 
-  // Counts as a group while no other exists, so that process settings that end with the last group stay in force.
+  // Counts as a group, so that the process settings, which end with the last group, stay in force between two groups.
   const LiveGroup between_groups_;
   const ElasticOptions options_;
   int first_world_ = 0;

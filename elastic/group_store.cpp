@@ -61,7 +61,7 @@ PeerMessage ServedStores::answer(const PeerMessage& request) const {
   if (call == "set") {
     store->multiSet(keys, values);
   } else if (call == "get") {
-    // HashStore would wait for a missing key.
+    // For a missing key, HashStore would block the connection's thread.
     if (!store->check(keys)) throw std::runtime_error("the store has no such key");
     pack(store->multiGet(keys), answer);
   } else if (call == "compare_set") {

@@ -25,8 +25,8 @@ namespace tessera::internal {
 // The stores that this process serves. Is thread-safe.
 class ServedStores {
  public:
-  // Starts to serve a store for the group; a no-op if the store is served already. Ends the stores of older groups,
-  // except that of `generation` - 1, which may still have late readers.
+  // Serves a store for the group of `generation`, unless it is served already. Ends the stores of older groups, except
+  // that of `generation` - 1, which may still have late readers.
   void serve(int64_t generation);
   // Returns the answer to a call of a GroupStore. Throws std::runtime_error if the call cannot be answered.
   PeerMessage answer(const PeerMessage& request) const;

@@ -46,7 +46,7 @@ class RunFile {
  public:
   explicit RunFile(const std::filesystem::path& folder);
   const std::filesystem::path& path() const { return path_; }
-  // Replaces the file. `id` must be unique for each process. Throws std::runtime_error on failure.
+  // Replaces the file. `id`, unique to the process, names a temporary file. Throws std::runtime_error on failure.
   void write(const RunFacts& facts, const std::string& id) const;
   // Returns the run in the file; nullopt if the file cannot be opened. Throws std::runtime_error if it is damaged.
   std::optional<RunFacts> read() const;
@@ -88,15 +88,15 @@ class RendezvousFolder {
   std::filesystem::path path_;
 };
 
-// The processes that ask this member to join. Is thread-safe.
+// The processes that ask this member to let them join. Is thread-safe.
 class JoinRequests {
  public:
-  // Makes this process a member of the group. Refuses joining processes whose options differ from `options`.
+  // Sets the group of which this process is a member. answer() then refuses processes whose options are not `options`.
   void enter(RunFacts facts, const Decision& group, std::string options);
   // Ends this process's membership in its group: answer() then returns an empty object.
   void leave();
-  // Returns the answer to {"op": "join", "member": ..., "options": ...}: "refused" with the run's options if they
-  // differ, else "facts", and also "decision" if the group contains the process. Empty if this process is no member.
+  // Returns the answer to {"op": "join", "member": ..., "options": ...}: "refused" with the run's options, if these
+  // differ; else "facts", and "decision" if the group contains the member. Empty if this process is no member.
   nlohmann::json answer(const nlohmann::json& request);
   // Returns the processes that still ask to join, in the order of their first requests.
   std::vector<Member> waiting() const;
@@ -113,7 +113,7 @@ class JoinRequests {
   std::vector<Request> requests_ TESSERA_GUARDED_BY(mutex_);
 };
 
-// Asks the members of a run to join, until a decision contains this process.
+// Asks the members of a run to let this process join, until a decision contains this process.
 class Joiner {
  public:
   struct Place {
@@ -130,9 +130,9 @@ class Joiner {
 
  private:
   // Asks all members once, concurrently: several silent ones cost one timeout. Returns nullopt if no answer has a
-  // decision.
+  // decision. Throws std::invalid_argument if a member refuses this process.
   std::optional<Place> ask();
-  // Updates the members from the file. Returns whether the run has ended.
+  // If the file has a newer group, copies it to run_. Returns whether the file says that its run has ended.
   bool read_file();
   [[noreturn]] void fail(const std::string& reason) const;
 

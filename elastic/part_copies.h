@@ -63,7 +63,7 @@ class PartCopy {
   bool wait_for(std::chrono::milliseconds time);
   // Blocks until the copy has ended. Returns its error; "" if this rank and all partners hold the part.
   std::string wait();
-  // Returns the staging memory for the next copy; undefined for a model on the CPU.
+  // Returns the staging memory for the next copy; undefined for a model on the CPU. Must be called after wait().
   at::Tensor take_staging() { return device_.is_cpu() ? at::Tensor() : copies_.take_memory(); }
 
  private:

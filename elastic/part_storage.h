@@ -19,9 +19,9 @@ namespace tessera::internal {
 // this object exists. Several objects may exist at once.
 class PartFolder {
  public:
-  // Creates a folder to write one part to `memory`. Unless null, `shared` already holds some of the part's bytes.
+  // Creates a folder to write one part to `memory`. `shared` holds some of the part's bytes already; null if none.
   PartFolder(std::shared_ptr<CopyMemory> memory, std::shared_ptr<const CopyMemory> shared);
-  // Creates a folder to read a step. `holders`: for each owner, the members that hold the owner's part.
+  // Creates a folder to read a step, from `own` if possible. `holders`: by owner, the members that hold its part.
   PartFolder(const CopyStore& own, std::string own_id, int64_t generation, int64_t step,
              std::vector<std::vector<Member>> holders, std::chrono::milliseconds patience);
   ~PartFolder();

@@ -112,7 +112,7 @@ std::string receive_text(int descriptor, uint64_t bytes, const Deadline& deadlin
   return text;
 }
 
-// Receives a message. `first` is the deadline for the header.
+// Receives a message: the header by `first`, the rest by `deadline`. Throws TimedOut or Disconnected.
 PeerMessage receive_message(int descriptor, const Deadline& first, const Deadline& deadline) {
   FrameHead head;
   receive_all(descriptor, &head, sizeof(head), first);
@@ -141,7 +141,7 @@ std::string name_of(const Member& member) {
   return "the process at " + member.address + ":" + std::to_string(member.port);
 }
 
-// Returns a connected descriptor. Throws PeerError.
+// Returns a connected descriptor, or throws PeerError.
 int connect_to(const Member& member, milliseconds patience, const std::atomic<bool>* is_cancelled) {
   const auto address = resolve(member.address, member.port);
   if (!address) throw PeerError(name_of(member) + ": the address is not numeric", false);
@@ -310,7 +310,7 @@ void PeerServer::serve(int descriptor) {
       send_message(descriptor, answer, never);
     }
   } catch (const Disconnected&) {    // NOLINT(bugprone-empty-catch): the other side has closed the connection
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): out of memory; the other side reports the closing
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): out of memory; the client sees the closing
   }
   ::shutdown(descriptor, SHUT_RDWR);
   const std::lock_guard lock(mutex_);

@@ -70,13 +70,13 @@ class PeerConnection {
 inline constexpr std::chrono::milliseconds kPromptAnswer{500};
 
 // Connects, asks once and disconnects. If that fails, connects again: a refusal then proves that the process has ended.
-// Throws PeerError, also if the member could not serve the request.
+// On failure, throws PeerError, also if the member could not serve the request.
 PeerMessage ask_member(const Member& member, PeerMessage request, std::chrono::milliseconds patience);
 
 // Serves requests of other members until it is destroyed.
 class PeerServer {
  public:
-  // Serves the requests of one connection, in order, on the connection's thread. An exception is sent as an error.
+  // Answers the requests of one connection, in order, on the connection's thread. If it throws, sends the error's text.
   using Session = std::function<PeerMessage(PeerMessage&& request)>;
 
   // Listens at a free port of `address` (numeric), or throws std::runtime_error. Calls `make_session` per connection.

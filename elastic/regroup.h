@@ -40,7 +40,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Decision, generation, members, store, step, s
 
 // Asks a member what its Acceptor knows of the group of this generation. Throws like ask_member().
 nlohmann::json look_at(const Member& member, int64_t generation, std::chrono::milliseconds patience);
-// Returns whether a member with this answer has left the group.
+// Returns whether `looked`, an answer to look_at(), says that the member has left the group.
 bool has_left(const nlohmann::json& looked);
 
 // Returns whether the agreeing members may decide for the group. Both sets contain indices of the group's members.
@@ -51,7 +51,7 @@ class Acceptor {
  public:
   // Starts to answer for the group of this generation. Forgets promises and votes for earlier groups.
   void begin(int64_t generation);
-  // Notes that this rank has left the group of this generation, and holds these parts. A no-op for other generations.
+  // Notes that this rank has left the group of this generation, and holds these parts. A no-op unless begin() set it.
   void arrive(int64_t generation, const std::vector<HeldStep>& held);
 
   // Withdraws this process from decisions. The other members then treat the process as ended.
@@ -79,7 +79,7 @@ struct RegroupOptions {
   std::chrono::milliseconds timeout{0};        // limit of the whole regroup
   int least_ranks = 1;
   int most_ranks = 0;  // 0: no limit
-  // Returns waiting processes, which hold no parts. Those that answer join, up to most_ranks. If null, none joins.
+  // Returns the processes that wait to join. Each one that answers joins, up to most_ranks. If null, none joins.
   std::function<std::vector<Member>()> joiners = nullptr;
   // Returns the decision that a member has recorded to let a process in, or nullopt. If null, there are no records.
   std::function<std::optional<Decision>()> recorded = nullptr;

@@ -62,7 +62,7 @@ std::vector<Piece> UnchangedPieces::take(int64_t generation, const std::set<std:
   shared.pieces.assign(std::make_move_iterator(pieces.begin()), std::make_move_iterator(rest));
   pieces.erase(pieces.begin(), rest);
   const int64_t bytes = HostCopies::bytes_for(shared.pieces);
-  // Reuses memory of which at most an eighth is unused (buffers may have changed). Otherwise allocates new memory.
+  // Reuses the memory if it holds all pieces, and at most an eighth is unused because buffers have changed.
   if (are_held && memory_ && bytes >= memory_->bytes() - memory_->bytes() / 8) {
     for (Piece& piece : shared.pieces) {
       const Piece& held = held_.at(key_of(piece));
