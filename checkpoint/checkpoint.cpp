@@ -178,7 +178,7 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
 }
 
 // Lists a folder's checkpoints as "name/sequence/name/sequence/...", newest first. Damaged checkpoints, whose age is
-// unknown, come first and have an empty sequence. Only rank 0 lists the folder, which may change at any time.
+// unknown, come first and have an empty sequence. Collective. Returns rank 0's list, because the folder may change.
 std::string list_newest_first(Communicator& comm, const fs::path& folder) {
   const auto names = attempt([&] {
     std::string all;

@@ -40,8 +40,8 @@ class JsonObject {
 
   bool has(const char* field) const { return value_.contains(field); }
   const nlohmann::json& at(const char* field) const { return value_.at(field); }
+  // Return a field, which must exist. Throw if it has another type, or if number() is outside [least, most].
   std::string text(const char* field) const;
-  // Returns an integer field. Throws if its value is outside [least, most].
   int64_t number(const char* field, int64_t least = 0, int64_t most = kMost) const;
   uint64_t hex(const char* field) const;
   const nlohmann::json& array(const char* field) const;

@@ -14,7 +14,7 @@
 
 namespace tessera::internal {
 
-constexpr int64_t kCopyStepBytes = 4096;  // bytes that are hashed, and then copied from the L1 cache
+constexpr int64_t kCopyStepBytes = 4096;  // number of bytes that are hashed, then copied while they are in the L1 cache
 
 // Copies with non-temporal stores if the CPU has them. Such stores do not first read the target from memory.
 static inline void stream(char* to, const char* from, int64_t bytes) {

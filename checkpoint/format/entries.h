@@ -42,8 +42,8 @@ void sync_directory(const std::filesystem::path& directory);
 // Returns the first line of a file, truncated to 4096 bytes. Returns "" if the file is empty or not readable.
 std::string first_line(const std::filesystem::path& path);
 
-// Renames an entry. Replaces an existing file or empty directory if `replace` is true. Throws if another target exists.
-// A file system without RENAME_NOREPLACE (NFS, for example) always replaces an existing file or empty directory.
+// Renames an entry. If `replace`, replaces a file or an empty directory at `to`. Otherwise throws if `to` exists; on a
+// file system without RENAME_NOREPLACE, only if `to` is a non-empty directory.
 void rename_entry(const std::filesystem::path& from, const std::filesystem::path& to, bool replace);
 // Exchanges two directory entries atomically. Throws if the file system does not support an exchange.
 void exchange_entries(const std::filesystem::path& a, const std::filesystem::path& b);

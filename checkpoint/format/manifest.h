@@ -63,7 +63,7 @@ bool is_block_bytes(int64_t bytes);
 std::string format_manifest(const Manifest& manifest);
 Manifest parse_manifest(std::string_view text, const std::string& where, bool is_part = false);
 
-// Returns a manifest's sequence number; nullopt for damaged or other text. Does not verify later versions' checksums.
+// Returns a manifest's sequence number; nullopt for damaged or other text. Does not verify a later version's checksum.
 std::optional<int64_t> sequence_of(std::string_view text);
 
 // Convert parts of a manifest to and from JSON. SavedPart also uses these functions, to describe some ranks' files. The

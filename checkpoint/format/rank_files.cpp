@@ -86,7 +86,7 @@ std::vector<Box> boxes_by_file(const SavedTensor& tensor, Range held) {
   if (numel_of(tensor.shape) == 0) return {whole_box(tensor.shape)};
   std::vector<Box> boxes;
   for (auto& segment : segments_of(tensor.shape, memory_strides(tensor), held)) boxes.push_back(std::move(segment.box));
-  // Sorts by descending size, like write_rank_files().
+  // Sorts by descending size, because write_rank_files() writes the largest box to file 0, the next to file 1, ...
   std::ranges::stable_sort(boxes, [](const Box& a, const Box& b) { return a.numel() > b.numel(); });
   return boxes;
 }

@@ -52,8 +52,8 @@ RankFile read_rank_file(const InputFile& file, const SavedTensors& saved, int64_
 GeneratorStates generators_of(const Manifest& manifest, int64_t rank);
 
 // Returns `saved` with a list of all files and slices, for programs that read a whole checkpoint. Reads the header of
-// each rank file. If saved.by_rank is false, returns `saved` unchanged, because it has the list already. For a damaged
-// file, throws CheckpointError; with `on_damage`, calls it instead and omits the file, but throws StorageUnavailable.
+// each rank file. If saved.by_rank is false, returns `saved`, which has the list already. For a damaged file, throws
+// CheckpointError, or calls `on_damage` (if set) and omits the file. Throws StorageUnavailable in both cases.
 SavedTensors with_every_slice(const SavedTensors& saved,
                               const std::function<void(const CheckpointError&)>& on_damage = {});
 
@@ -64,7 +64,7 @@ struct RankFileFields {
   GeneratorStates rng;
 };
 
-// Returns a rank file's header, and sets each entry's position. Writes zeros for entries that `checksums` lacks.
+// Returns a rank file's header, and sets each entry's position. Checksums that `checksums` lacks are written as zeros.
 std::string format_rank_header(std::vector<SafetensorsEntry>& entries,
                                const std::map<std::string, std::string>& metadata, const RankFileFields& fields,
                                const std::map<std::string, std::vector<uint64_t>>& checksums, bool with_rng);

@@ -32,7 +32,6 @@ bool is_utf8(const std::string& text);
 // not UTF-8 or has control characters.
 void check_tensor_name(const std::string& name, const std::string& where);
 
-// One tensor of a safetensors file.
 struct SafetensorsEntry {
   std::string name;
   at::ScalarType dtype = at::kFloat;

@@ -50,7 +50,8 @@ using Progress = std::function<void(int64_t bytes)>;
 SavedTensors write_rank_files(const std::filesystem::path& directory, const RankFileFields& fields,
                               const std::vector<Piece>& pieces, const Progress& progress = {});
 
-// append() adds other ranks' tensors; throws CheckpointError if ranks differ. Then join_all() must merge the runs.
+// append() adds the tensors of other ranks to `all`. Throws CheckpointError if ranks differ in a tensor's shape, dtype,
+// kind, order or aliases. After the last append(), join_all() must merge the runs.
 void append(SavedTensors& all, SavedTensors part);
 void join_all(SavedTensors& saved);
 

@@ -25,8 +25,8 @@ class SliceReader {
   // `saved` must pass check_saved_tensors() and outlive the reader. fetch() reads on up to `threads` threads.
   explicit SliceReader(const SavedTensors& saved, Progress progress = {}, int threads = 1);
 
-  // Schedules a box for fetch(). fetch() writes the element with index i to target[sum(i * strides) - origin], where
-  // `target` is an array of the tensor's dtype.
+  // Schedules a box of the tensor `name`, which must exist. fetch() writes the element with index i to
+  // target[sum(i * strides) - origin], where `target` is an array of the saved dtype.
   void want(const std::string& name, const Box& box, void* target, const std::vector<int64_t>& strides, int64_t origin);
   // Reads all scheduled boxes, one file after the other, and opens each file only once.
   void fetch();
@@ -39,7 +39,6 @@ class SliceReader {
   // Opens the file with this index in SavedTensors::files. Verifies its size and, if known, its header's checksum.
   void open(int file) { listed_file(file); }
 
-  // Returns the number of bytes read from files so far.
   int64_t bytes_read() const { return bytes_read_; }
 
  private:

@@ -172,7 +172,7 @@ FullLayout plan_full_files(const fs::path& file, const std::vector<FullTensor>& 
 // Returns the hidden path under which a file is written until it is renamed to `path`.
 fs::path draft_of(const fs::path& path) { return path.parent_path() / ("." + path.filename().string() + ".draft"); }
 
-// Lists the files of older saves to `file`: the file, its index, and files in the index that have the same stem.
+// Lists the files of older saves to `file`: the file, its index, and indexed files whose names start with its stem.
 std::vector<fs::path> files_before(const fs::path& file) {
   std::vector<fs::path> files;
   std::error_code ignored;
@@ -261,7 +261,7 @@ class Drafts {
  private:
   const FullLayout& layout_;
   const fs::path file_, folder_;
-  size_t named_ = 0;  // number of files, without the last, that publish() has given their final names
+  size_t named_ = 0;  // number of files that publish() has renamed, not counting the last one
   bool is_visible_ = false;
 };
 

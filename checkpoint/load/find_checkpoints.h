@@ -17,7 +17,7 @@ bool is_checkpoint(const std::filesystem::path& path);
 // links. Throws StorageUnavailable if the storage cannot list the folder; so does find_checkpoints().
 std::vector<std::filesystem::path> checkpoints_in(const std::filesystem::path& folder);
 
-// Returns "; out/checkpoints holds checkpoints" if a local subfolder holds some, for error texts; otherwise "".
+// Returns, for error texts, "; <subfolder> holds checkpoints" if a subfolder of a local folder does; otherwise "".
 std::string inner_folder_of_checkpoints(const std::filesystem::path& folder);
 
 // The checkpoints in a folder. `whole` lists the checkpoints with a valid manifest, oldest first. `damaged` lists the
@@ -46,12 +46,11 @@ bool holds_nothing_else(const std::filesystem::path& checkpoint);
 
 // Returns the text of a directory's manifest. Throws CheckpointError if the directory has no manifest.
 std::string read_manifest_text(const std::filesystem::path& directory);
-// Reads and checks a directory's manifest.
 Manifest read_manifest(const std::filesystem::path& directory);
 // Parses and checks a manifest text that read_manifest_text() returned for this directory.
 Manifest manifest_of(const std::string& text, const std::filesystem::path& directory);
 
-// Returns the sequence number at the start of the (unverified) manifest, or nullopt if there is no such number.
+// Returns the sequence number at the start of the manifest, unverified; nullopt if none. Throws StorageUnavailable.
 std::optional<int64_t> peek_sequence(const std::filesystem::path& directory);
 
 }  // namespace tessera::internal

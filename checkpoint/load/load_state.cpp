@@ -158,7 +158,7 @@ class Loader {
     return all.empty() ? "one without a name" : all;
   }
 
-  // Compares the names of models. Adds the saved tensors of models that are not loaded to `left_out_`.
+  // Compares the names of models. Adds the saved tensors of models that are not loaded to left_out_.
   void match_models() {
     const auto& saved = manifest_.models;
     if (saved.empty() != models_.empty() && !options_.rename)
@@ -175,7 +175,7 @@ class Loader {
           if (is_of_model(tensor->second)) left_out_.insert(tensor->first);
   }
 
-  // Returns a map from tensor names in the model to tensor names in the checkpoint.
+  // Returns names in the checkpoint by names in the model. Adds the names that LoadOptions::rename skips to left_out_.
   std::map<std::string, std::string> names_in_model() {
     std::map<std::string, std::string> names;
     const auto of_other_models = left_out_;
@@ -300,7 +300,8 @@ class Loader {
     match_states(optimized);
   }
 
-  // Adds the saved names of the optimizer's parameters to `optimized`. Returns false if states cannot be compared.
+  // Compares an optimizer's kind, groups and options with the checkpoint's. Adds the saved names of its parameters to
+  // `optimized`. Returns false if the states cannot be compared.
   bool match_optimizer(LoadedOptimizer& optimizer, std::set<std::string>& optimized) {
     const SavedOptimizer& saved = *optimizer.saved;
     const std::string whose = optimizer.name.empty() ? "" : "'" + optimizer.name + "': ";

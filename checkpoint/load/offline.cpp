@@ -27,7 +27,7 @@ namespace fs = std::filesystem;
 
 constexpr int64_t kWholeBytes = int64_t{64} << 10;  // tensors up to this size are not split
 
-// Returns the pieces that rank `rank` of `ranks` writes. Small tensors are assigned to the ranks round-robin.
+// Returns the pieces that rank `rank` of `ranks` writes: a share of each large tensor, and small tensors in turn.
 std::vector<Piece> pieces_for(const SavedTensors& saved, int rank, int ranks, SliceReader& reader) {
   std::vector<Piece> pieces;
   int64_t index = 0;

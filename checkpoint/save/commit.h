@@ -11,7 +11,7 @@
 
 namespace tessera::internal {
 
-// In a group, only rank 0 must use this header. No function is collective. Throw CheckpointError on failure.
+// In a group, ranks other than 0 must not use this header. No function is collective. Failures throw CheckpointError.
 
 // Turns a folder of files into a checkpoint in one atomic step (FORMAT.md, "How a checkpoint is written").
 class PartialCheckpoint {
@@ -50,7 +50,7 @@ class PartialCheckpoint {
 
 constexpr char kDraftName[] = ".manifest";  // file of a save in flight; the first line names the saving process
 constexpr char kSaving[] = ".saving-";      // in the hidden name of a temporary local directory, once it is locked
-constexpr char kMaking[] = ".making-";      // in its name until it is locked
+constexpr char kMaking[] = ".making-";      // in the directory's name until it is locked
 
 // Removes three kinds of entries of a folder: complete checkpoints except the newest `keep`, checkpoints with damaged
 // manifests, and leftovers of killed saves. Skips a local checkpoint while a reader has locked it. Never removes files

@@ -17,7 +17,7 @@ using SavesByGroup = std::map<std::weak_ptr<Communicator>, GroupSaves, std::owne
 SavesByGroup& saves_by_group() {
   // Never destroyed, because pinned memory must not be freed after the device's library was unloaded.
   static auto& map = *new SavesByGroup;
-  // ~Removal() would block until a removal ends, and with it the saves of all groups.
+  // Keeps a removal in flight: ~Removal() would wait for it under saves_mutex, and so block the saves of all groups.
   std::erase_if(map, [](const auto& entry) {
     const auto& [group, saves] = entry;
     return group.expired() && (!saves.removal || saves.removal->has_ended());

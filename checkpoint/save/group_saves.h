@@ -34,7 +34,7 @@ class Removal {
 };
 
 // State that one save of a communicator group passes to the next save. Stored for each group and not for each model,
-// because the two saves may be of different models. Freed at a later save, after group and removal ended.
+// because the two saves may be of different models. Freed by a later save once the group and its removal have ended.
 struct GroupSaves {
   std::weak_ptr<SaveJob> job;        // the asynchronous save in flight
   std::string failure;               // error of a failed save for which the user never called wait()

@@ -30,7 +30,7 @@ class Subgroups {
 // collectives, which belong to the training loop's thread. Must be used by one thread, except for hurry().
 class SaveCoordinator {
  public:
-  // Error messages start with `what`.
+  // `name` must be unique to the save, because its messages have this prefix. Error texts start with `what`.
   SaveCoordinator(std::shared_ptr<Communicator> comm, const std::string& name, std::string what);
 
   // Runs this rank's part, which must call heartbeat.beat(). During the run, reports to the other ranks that this rank

@@ -24,7 +24,7 @@ struct SavePlan {
   GeneratorStates rng;
   nlohmann::json extra;  // only rank 0 writes `extra`, `models` and `beside`
   std::map<std::string, StateValues> beside;
-  // A tensor that is copied in the background. `writes` is the write count at the start, to detect later writes.
+  // A tensor that is copied in the background. `writes` is writes_to(tensor) in plan_save(), to detect later writes.
   struct Watched {
     std::string fqn;
     at::Tensor tensor;

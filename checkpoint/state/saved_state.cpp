@@ -92,8 +92,8 @@ Piece piece_of(const LocalTensor& local, const Segment& segment) {
           is_read_at_once ? std::function<at::Tensor()>() : view};
 }
 
-// Returns the part of a tensor that replica `index` writes. Except for the last parts, its length is that of whole rows
-// (slices along the dimension with the largest stride). Parts of equal size keep the manifest short (RankRun).
+// Returns the part of a tensor that replica `index` writes. All parts are equal and of whole rows (slices along the
+// dimension with the largest stride), but the last ones may be shorter. Equal parts keep the manifest short (RankRun).
 Range part_of_replica(const LocalTensor& local, int index) {
   const auto order = memory_order(local.sizes, local.strides);
   const int64_t row = order.empty() ? 1 : numel_of(local.sizes) / local.sizes[order[0]];

@@ -19,7 +19,7 @@ class ScalerState : public Stateful {
   }
   void check_state_values(const StateValues& values) const override {
     require_same_form(values, state_values(), "a gradient scaler");
-    ShardedGradScaler(scaler_).load_state({std::get<double>(values.at("scale")), 0});  // throws for a wrong scale
+    ShardedGradScaler(scaler_).load_state({std::get<double>(values.at("scale")), 0});  // throws if the scale is invalid
   }
   void load_state_values(const StateValues& values) override {
     scaler_.load_state({std::get<double>(values.at("scale")), std::get<int64_t>(values.at("finite_steps"))});

@@ -37,7 +37,7 @@ std::filesystem::path FileLock::path() const {
                          : std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(descriptor_), error);
 }
 
-// Containers may have the same host name, and process numbers of their own.
+// Names the PID namespace too, because containers with one host name may have equal process numbers.
 static std::string host_and_pid_namespace() {
   std::error_code error;
   return host_name() + "/" + std::filesystem::read_symlink("/proc/self/ns/pid", error).string();

@@ -194,7 +194,7 @@ S3Client::~S3Client() {
 
 std::string S3Client::url(const S3Request& request) const {
   const auto& [bucket, key] = request.location;
-  // For a bucket with dots, uses a path-style URL, because TLS certificates do not cover such host names.
+  // For a bucket with dots, uses a path-style URL: TLS certificates do not cover host names with further dots.
   const bool by_path = !endpoint_.empty() || bucket.find('.') != std::string::npos;
   const std::string host = "s3." + region_ + ".amazonaws.com";
   std::string url = !endpoint_.empty() ? endpoint_ : "https://" + (by_path ? host : bucket + "." + host);
@@ -254,7 +254,7 @@ void S3Client::set_request(Connection& own, const S3Request& request) const {
   curl_easy_setopt(handle, CURLOPT_HTTPHEADER, own.headers);
 }
 
-// Makes one attempt to send a request. If it fails for a reason that may be transient, sets `fault` to the reason.
+// Sends a request once. If the failure may be transient, sets `fault`. Throws S3Unanswered for other errors of curl.
 S3Response S3Client::send_once(const S3Request& request, std::string& fault) const {
   Connection own(*connections_);
   CURL* const handle = own.handle;
