@@ -25,15 +25,16 @@ struct ShardSource {
 // memory and the device. Empty without offload.
 class OffloadedMemory {
  public:
-  // Throws std::invalid_argument if parameters and gradients would be on different devices.
+  // Throws std::invalid_argument if parameters and gradients would be on different devices, or if disk_buffer_bytes is
+  // out of range. Throws std::runtime_error if no file can be created in options.directory.
   OffloadedMemory(const OffloadOptions& options, const Communicator& world);
 
-  // Sets the units that stay on the device. Without this call, all units are offloaded.
+  // Sets for each unit whether it stays on the device. Without this call, all units are offloaded.
   void keep_on_device(std::vector<bool> units) { kept_on_device_ = std::move(units); }
   bool is_kept_on_device(size_t unit) const { return unit < kept_on_device_.size() && kept_on_device_[unit]; }
 
-  // Return allocators of host or disk memory for an offloaded unit's shards and gradients; null if those stay on the
-  // device.
+  // Return allocators of host or disk memory for an offloaded unit's shards and gradients; null if these are not
+  // offloaded.
   CountedBuffers::Memory shards(const std::string& unit);
   CountedBuffers::Memory low_precision_shards() { return options_.params ? on_host("the shards in 16 bit") : nullptr; }
   CountedBuffers::Memory gradients() { return options_.grads ? on_host("gradients") : nullptr; }

@@ -19,8 +19,8 @@ using namespace internal;
 
 static constexpr size_t kMaxLeaving = 2;
 
-// Frees a copy's memory on the device `home`. The current stream must already be ordered after the copy. Records this
-// stream as a user, because another stream may have allocated the memory.
+// Frees `device`, a tensor on the device `home`. The current stream must already be ordered after copies of the tensor.
+// Records this stream as a user of the memory, because another stream may have allocated it.
 static void free_on_device(at::Tensor& device, at::Device home) {
   if (device.defined() && !home.is_cpu()) device.record_stream(current_stream(home));
   device.reset();
@@ -131,7 +131,7 @@ at::Tensor ActivationOffload::Pipeline::fetch(Kept& kept) {
   return values;
 }
 
-// Called when the last copy of the Fetch is destroyed, usually with the autograd graph.
+// Frees a kept tensor. Called when the last copy of its Fetch is destroyed, usually with the autograd graph.
 void ActivationOffload::Pipeline::forget(Kept& kept) {
   std::lock_guard lock(mutex_);
   kept.copy = Copy();

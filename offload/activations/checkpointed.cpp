@@ -58,7 +58,7 @@ std::vector<at::Device> devices_in_use(const Tensors& tensors) {
 class ExecutionState {
  public:
   explicit ExecutionState(const std::vector<at::Device>& devices) {
-    // Recorded work draws no random numbers: CapturedWork::refuse() would have thrown in an earlier eager step.
+    // Skips the generators in a recording, which draws no random numbers: an earlier eager step would have thrown.
     const bool is_recorded = std::ranges::any_of(
         devices, [](const at::Device& device) { return CapturedWork::recording_on(device) != nullptr; });
     for (const at::Device& device : devices) {
@@ -129,7 +129,7 @@ struct Part : torch::CustomClassHolder {
     ExecutionState present(devices);
     if (!first_state->draws()) present.forget_generators();
     const auto back = c10::make_scope_exit([&] { present.restore(); });
-    // Clears the cached casts of weights if this is the outermost autocast scope. The next forward must not use them.
+    // At the outermost level of autocast, clears the cache of cast weights, which the next forward must not reuse.
     at::autocast::increment_nesting();
     const auto uncached = c10::make_scope_exit([] {
       if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
@@ -212,8 +212,8 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     context->save_for_backward(std::move(saved));
   }
 
-  // Adds the gradients of `roots` to all leaves, or in torch::autograd::grad() only to the `inputs` that need one.
-  // Throws in a backward() restricted to inputs, because it would skip parameters of the function.
+  // Backpropagates `seeds`, the gradients of `roots`, to all leaves; in torch::autograd::grad(), only to `inputs` that
+  // need it. Throws in a backward() restricted to inputs, because it would skip parameters of the function.
   static void add_gradients(AutogradContext* context, const Tensors& roots, const Tensors& seeds,
                             const Tensors& inputs) {
     if (roots.empty()) return;

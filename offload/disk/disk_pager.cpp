@@ -82,8 +82,8 @@ at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::S
   return tensor;
 }
 
-// Frees entries whose tensors have been released. A scan visits all entries, so it runs only if new tensors have taken
-// 1/16 of the file. Then the cost of making n tensors is proportional to n.
+// Must be called before `needed_bytes` are claimed for a new tensor. If new tensors have taken 1/16 of the file since
+// the last search, searches all entries, and frees those whose tensors were released. So n new tensors cost O(n).
 void DiskPager::reclaim(int64_t needed_bytes) {
   made_bytes_ += needed_bytes;
   if (made_bytes_ < space_.claimed_bytes() / 16) return;
@@ -284,8 +284,6 @@ void DiskPager::foretell(const Entry& entry) {
     next = next->next;
 }
 
-// ---- public interface --------------------------------------------------------------------------
-
 void DiskPager::use(const std::vector<Page*>& pages) {
   std::lock_guard lock(mutex_);
   c10::InferenceMode ordinary(false);
@@ -303,7 +301,7 @@ bool DiskPager::refuse(const Page& page, const at::Tensor&, const std::string& o
 }
 
 DiskPager::Hold DiskPager::hold(const at::Tensor& tensor, bool writes) {
-  Hold hold;  // destroyed after `lock`: if foretell() throws, releasing the hold locks the mutex
+  Hold hold;  // destroyed after `lock`, because ~Hold locks the mutex (if foretell() throws)
   std::lock_guard lock(mutex_);
   c10::InferenceMode ordinary(false);
   at::NoGradGuard no_grad;

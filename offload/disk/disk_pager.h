@@ -58,10 +58,10 @@ class DiskPager : public Pager {
   // Returns the tensor's pager; null if the tensor is not on disk.
   static DiskPager* of(const at::Tensor& tensor);
 
-  // Keeps the data of a tensor in memory while this object exists. Move-only.
+  // Keeps the data of a tensor in memory while this object exists. Must not outlive the pager. Move-only.
   class Hold {
    public:
-    // Returns the elements as an ordinary tensor.
+    // Returns the elements as an ordinary tensor, which is valid until the hold ends.
     const at::Tensor& values() const { return values_; }
     void release() { *this = Hold(); }
 
@@ -141,7 +141,7 @@ class DiskPager : public Pager {
   CountedBuffers buffers_;
   std::deque<Entry> entries_;                                    // indexed by page id; addresses are stable
   std::vector<int> vacant_;                                      // indices of entries without a page
-  int64_t made_bytes_ = 0;                                       // disk space of new tensors since the last reclaim()
+  int64_t made_bytes_ = 0;                                       // disk space of new tensors since reclaim() searched
   std::list<Entry*> recent_;                                     // resident; least recently used first
   std::list<Entry*> reading_;                                    // read ahead and not yet used; oldest first
   std::list<Entry*> writing_;                                    // being written; oldest first
