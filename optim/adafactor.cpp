@@ -39,7 +39,7 @@ void AdafactorOptions::check() const {
   require_option(clip_threshold() >= 1, kName, "clip_threshold", clip_threshold(), "1 or more");
 }
 
-// This rank's part of one parameter in a step. Elements are in memory order.
+// This rank's part of one parameter in a step. Elements are in memory order. Sums over ranks include it if `counts`.
 struct Adafactor::Work {
   const AdafactorOptions* options;
   AdafactorParamState* state;
@@ -107,8 +107,8 @@ void Adafactor::sum_over_ranks(at::Tensor& sums, const char* what) const {
   if (parts().are_cut()) sums = reduce_to_host(*parts().comm(), sums, ReduceOp::kSum, what);
 }
 
-// Sums squares over all ranks in one all-reduce: of gradients by row and column, and of parameters. Updates the states
-// with the gradients' mean squares, and appends the sum of each parameter to `parameter_squares`.
+// Sums squares over all ranks in one all-reduce: the gradients' by row and column, and the parameters'. Updates the
+// states with the mean squares of the gradients. Appends each parameter's sum of squares to `parameter_squares`.
 void Adafactor::average_squares(std::vector<Work>& all, std::vector<double>& parameter_squares) const {
   int64_t numel = static_cast<int64_t>(all.size());
   for (const Work& work : all)

@@ -109,7 +109,8 @@ void AdamW8bitOptions::check() const {
   require_option(min_8bit_numel() >= 0, kName, "min_8bit_numel", static_cast<double>(min_8bit_numel()), "0 or more");
 }
 
-// This rank's part of one parameter in a step. Blocks divide the whole parameter. moments() counts from first_block().
+// This rank's part of one parameter in a step. Blocks are numbered within the whole parameter, except `from` in
+// moments(), which is relative to first_block().
 struct AdamW8bit::Work {
   const AdamW8bitOptions* options;
   AdamW8bitParamState* state;
@@ -121,7 +122,7 @@ struct AdamW8bit::Work {
   int64_t first_block() const { return held.begin / kBlock; }
   int64_t blocks() const { return held.numel() == 0 ? 0 : (held.end + kBlock - 1) / kBlock - first_block(); }
 
-  // New states of consecutive blocks: [blocks, 256], fp32. Elements of other ranks or past the parameter's end are 0.
+  // New states of consecutive blocks: [blocks, 256], fp32. 0 for elements of other ranks, or past the parameter's end.
   struct Moments {
     at::Tensor average, square;
     Range own;     // this rank's elements of these blocks, relative to held.begin

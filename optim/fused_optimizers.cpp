@@ -122,7 +122,6 @@ class RecordedGroups {
   DeviceNumbers rates_;
 };
 
-// A recorded step of Adam or AdamW.
 struct RecordedAdam {
   RecordedAdam(CapturedWork& work, torch::optim::Optimizer& of, std::vector<AdamUpdate> all)
       : optimizer(of), groups(work, of), counts(work, all.size(), 1), updates(std::move(all)) {
@@ -163,7 +162,6 @@ CapturedWork* recording_of(const torch::optim::Optimizer& optimizer) {
   return work != nullptr && work->is_recording() ? work : nullptr;
 }
 
-// Overload for Adam and AdamW.
 void require_inputs(torch::optim::Optimizer& optimizer) { require_steppable(optimizer, kBesideTheParameter); }
 
 void fused_step(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen) {
@@ -185,7 +183,7 @@ void require_inputs(torch::optim::SGD& optimizer) {
 
 struct SgdBatch {
   std::vector<at::Tensor> parameters, gradients, momenta;
-  std::vector<torch::optim::SGDParamState*> states;  // the states that own `momenta`
+  std::vector<torch::optim::SGDParamState*> states;  // the states of `momenta`, which own them after the step
 
   // `rate`: the learning rate as a device tensor in a recorded step; undefined in an eager step.
   void step(const torch::optim::SGDOptions& options, bool is_first, const at::Tensor& rate) const {
@@ -242,7 +240,6 @@ void add_to(SgdBatches& batches, torch::optim::SGD& optimizer, torch::optim::Opt
   batch.states.push_back(state);
 }
 
-// A recorded step of SGD.
 struct RecordedSgd {
   RecordedSgd(CapturedWork& work, torch::optim::SGD& of, SgdBatches all)
       : optimizer(of), groups(work, of), batches(std::move(all)) {

@@ -56,7 +56,7 @@ struct Lbfgs::Run {
   const Owners* owners;
   at::Tensor direction{}, gradient{};
   std::vector<at::Tensor> steps{}, changes{};
-  std::vector<std::vector<double>> step_change{}, change_change{};  // inner products of the history's vectors
+  std::vector<std::vector<double>> step_change{}, change_change{};  // steps[i] * changes[j], changes[i] * changes[j]
   int64_t evaluations = 0;
 
   // -- vectors -----------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ struct Lbfgs::Run {
     for (const at::Tensor& parameter : parameters) sum += parameter.numel();
     return sum;
   }
-  // Concatenates part(p) of each parameter p, or zeros if undefined. Copies one by one: loads one from disk at a time.
+  // Concatenates part(p) of all parameters p (zeros if undefined), one by one: loads at most one from disk at a time.
   at::Tensor joined(const std::function<at::Tensor(const at::Tensor&)>& part) const {
     at::Tensor whole = at::zeros({numel()}, of_vectors);
     int64_t offset = 0;
@@ -160,8 +160,8 @@ struct Lbfgs::Run {
   }
 
   // -- the direction -----------------------------------------------------------------------------
-  // Sets the direction. If the last step has positive curvature, adds this step to the history. Returns the slope along
-  // the direction.
+  // Sets the direction. If the last step, `t` times the old direction, has positive curvature, adds this step to the
+  // history. Returns the slope along the new direction.
   double choose_direction(double t, bool is_first) {
     std::vector<double> none;
     const at::Tensor g = gradient;
@@ -211,8 +211,8 @@ struct Lbfgs::Run {
     return combine(step_g, change_g, sums[4]);
   }
 
-  // Runs the two-loop recursion on coefficients instead of vectors: direction = of_g * g + sum of_steps * steps + sum
-  // of_changes * changes. Returns the inner product of gradient and direction.
+  // Sets the direction by the two-loop recursion, on coefficients instead of vectors: of_g * g + sum(of_steps * steps)
+  // + sum(of_changes * changes). The arguments are inner products with the gradient g. Returns the slope.
   double combine(const std::vector<double>& step_g, const std::vector<double>& change_g, double g_g) {
     const size_t count = steps.size();
     std::vector<double> of_steps(count), of_changes(count), alphas(count);
@@ -250,7 +250,7 @@ struct Lbfgs::Run {
     bool is_flat(const Point& p) const { return std::abs(p.slope) <= -0.9 * start.slope; }
   };
 
-  // Two points with a solution between them: a point that meets the conditions. If `is_met`, ends[low()] is a solution.
+  // An interval of t with a solution: a point that meets both conditions. If `is_met`, ends[low()] is a solution.
   struct Bracket {
     std::array<Point, 2> ends;
     bool is_met = false;
@@ -351,8 +351,8 @@ struct Lbfgs::Run {
     }
     return numbers;
   }
-  // Sets `numbers` and `count` to those of the rank whose parameters have the most iterations. This rank may own no
-  // parameter with a state: only frozen parameters, or none.
+  // Sets `numbers` and `count`, the history's length, to the values of the rank whose parameters have the most
+  // iterations. The calling rank may have no state: its parameters may all be frozen, or it may own none.
   void agree(LbfgsParamState& numbers, size_t& count) const {
     std::vector<double> none, longest{static_cast<double>(numbers.n_iter)};
     exchange(none, longest, nullptr);

@@ -23,7 +23,7 @@ namespace tessera {
 using namespace internal;
 namespace {
 
-// Number of later rounds whose parts are in flight while a round's matrices are orthogonalized.
+// See Muon::Rounds: number of later rounds whose parts are in flight while a round's matrices are orthogonalized.
 constexpr size_t kAhead = 2;
 constexpr double kSmallestNorm = 1e-7;
 

@@ -56,8 +56,8 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
       const at::Tensor squares = state.exp_avg_sq().to(at::toOpMathType(y.scalar_type()));  // in fp16, eps would be 0
       at::Tensor direction = gradient / squares.sqrt().add_(options.eps());
       if (options.weight_decay() != 0) direction.add_(y, options.weight_decay());
-      // Updates y for the new z and the new average. The average is not stored, because y and z determine it. lerp_()
-      // changes no bit where y equals z.
+      // Updates y for the new z and the new average. The average is not stored, because y and z determine it. Where y
+      // equals z, as in the first step, lerp_() changes no bit.
       y.lerp_(state.z(), share).add_(direction, lr * (options.beta1() * (1 - share) - 1));
       state.z().add_(direction, -lr);
     }

@@ -199,7 +199,7 @@ void StepInBackward::wait_for_steps() {
   if (failure) std::rethrow_exception(failure);
 }
 
-// Sets `suggested_device_fraction_`. Must be called after wait_for_steps(), because the worker writes `host_steps_`.
+// Sets the suggested fraction. Must follow wait_for_steps(), which took `waited_s`: the worker writes `host_steps_`.
 void StepInBackward::suggest_fraction(double waited_s, const std::vector<at::Tensor>& on_device) {
   const auto [elements, seconds] = std::exchange(host_steps_, {});
   const double waited_for = seconds > 0 ? static_cast<double>(elements) * std::min(1.0, waited_s / seconds) : 0;

@@ -35,15 +35,15 @@ struct AdamPlacement {
   at::Tensor (*placed)(const at::Tensor& state, const at::Tensor& parameter);
 };
 
-// Returns the parameters that the groups list twice, such as a tied weight from its module's parameters().
+// Returns, sorted, the parameters that the groups list twice, such as a tied weight from its module's parameters().
 std::vector<const c10::TensorImpl*> parameters_listed_twice(const torch::optim::Optimizer& optimizer);
 
 // Calls take(update) for each parameter that has a gradient, in the order of the groups. If `chosen` is not null, skips
 // other parameters. Creates missing states, and increments step counts. Calls run() after the last update, and before
 // each update of a parameter that is listed twice, because a call of a fused operator may step a parameter only once.
 // Throws std::invalid_argument, with nothing changed, if the optimizer lacks a parameter of `chosen`, or a group has
-// another optimizer's options. Also throws it, naming the shape, for a parameter to be stepped that is not dense or of
-// floating-point type, or has a sparse gradient or a placement.problem().
+// another optimizer's options. Also throws, naming the shape, if a parameter to be stepped is not dense, is not of
+// floating-point type, has a sparse gradient, or has a placement.problem().
 void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
                           const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take,
                           const std::function<void()>& run);

@@ -54,7 +54,7 @@ struct Before {
   at::Tensor average, square, maximum;  // previous state
   int64_t step = 0;
   bool has_state = false, has_maximum = false;
-  bool is_stepped = false;  // whether the last step is neither kept nor rolled back yet
+  bool is_stepped = false;  // true from a step until keep() or roll_back()
   bool is_copied = false;   // the tensors hold the previous values
   // true: `values` holds the old parameter. The other tensors hold the new state, and after exchange() the old state.
   bool is_beside = false;

@@ -18,7 +18,7 @@
 namespace tessera::internal {
 namespace {
 
-// In step_one_by_one(): number of gradients in flight to the host, and of parameters in flight to the device.
+// In step_one_by_one(): maximum number of gradients in flight to the host, and of parameters in flight to the device.
 constexpr size_t kUnderWay = 2;
 
 // Returns the elements in memory order, or an undefined tensor if `tensor` is not dense.

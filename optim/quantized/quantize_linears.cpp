@@ -133,7 +133,7 @@ torch::OrderedDict<std::string, at::Tensor> dequantized_state(const torch::nn::M
     if (found == nullptr) throw std::invalid_argument("dequantized_state: '" + name + "' is not in the state");
     return *found;
   };
-  std::unordered_map<std::string, at::Tensor> values;  // by name; undefined for adapters
+  std::unordered_map<std::string, at::Tensor> values;  // new values by name; undefined: not in the result
   for (const LinearWeight& weight : weights_below(const_cast<torch::nn::Module&>(module))) {
     const auto own = quantized(weight);
     if (!own) continue;

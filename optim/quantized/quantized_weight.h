@@ -13,7 +13,7 @@ namespace tessera::internal {
 
 // Stands in for a Linear's weight. Decodes the weight's values for each operator that uses handle(). If an adapter is
 // not merged, operators other than at::linear throw std::logic_error. Backward of at::linear decodes the values again.
-// The encoded bytes are a parameter of the module, so wrappers shard, gather and save them like other parameters.
+// The encoded bytes are a parameter of the module, so wrappers shard, unshard and save them like other parameters.
 class QuantizedWeight : public StandIn, public std::enable_shared_from_this<QuantizedWeight> {
  public:
   // Replaces the [rows, columns] parameter `name` of `owner` by its frozen encoded bytes. With kFull, only freezes it.
@@ -41,7 +41,6 @@ class QuantizedWeight : public StandIn, public std::enable_shared_from_this<Quan
   void merge();
   void unmerge() { merged_.reset(); }
 
-  // Overrides of StandIn.
   at::Tensor values_for(const std::string& operation) const override;
   at::Tensor linear(const at::Tensor& input, const at::Tensor& bias) override;
   const char* what_it_is() const override { return "quantized"; }

@@ -22,7 +22,8 @@ at::Tensor encoded(WeightFormat format, const at::Tensor& weight);
 // the whole weight. Materializing the result throws std::invalid_argument for infinite or NaN elements.
 at::Tensor encoded_later(WeightFormat format, const at::Tensor& weight);
 
-// Decodes `bytes`, [encoded_bytes()] uint8, to [numel] of `dtype`, through fp32. Bit-equal on all devices.
+// Decodes `bytes`, [encoded_bytes()] uint8, to [numel] of `dtype`, through fp32. Bit-equal on all devices. Throws
+// std::invalid_argument if `bytes` has another size or dtype.
 at::Tensor decoded(WeightFormat format, const at::Tensor& bytes, int64_t numel, at::ScalarType dtype);
 
 }  // namespace tessera::internal

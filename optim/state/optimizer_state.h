@@ -26,13 +26,15 @@ inline constexpr int64_t kStateBlockNumel = 256;
 // Returns the dtype in which an optimizer of this kind keeps the averages of a parameter of `dtype`.
 at::ScalarType dtype_of_averages(const std::string& kind, at::ScalarType dtype);
 
-// Returns the shape of a parameter's state tensor. kRows, kColumns: throws std::invalid_argument below 2 dimensions.
+// Returns the shape of the state tensor `name` of a parameter of shape `sizes`. For kRows and kColumns, throws
+// std::invalid_argument if `sizes` has fewer than 2 dimensions.
 std::vector<int64_t> state_sizes(const std::string& name, const std::vector<int64_t>& sizes);
 
 // Returns the part of the state tensor `name` for the shard `parameter`: for kElements, `parameter` itself; otherwise a
 // shard with an empty `tensor`. If a shard boundary cuts a block, both shards hold the block's value.
 NamedShard state_shard(const std::string& name, const NamedShard& parameter, const Communicator& comm);
-// Returns the range of the state tensor `name` that `parameter` saves. The shard with a block's first element saves it.
+// Returns the range of the state tensor `name` to save with the shard `parameter`. Of shards that share a block, only
+// the one with the block's first element saves the block's value.
 Range saved_part(const std::string& name, const NamedShard& parameter);
 
 // The functions below support the options and states of torch's Adam, AdamW, SGD, RMSprop and Adagrad, and of Tessera's
@@ -46,8 +48,8 @@ ParameterState read_state(const torch::optim::OptimizerParamState& state);
 // strides since the last step, the returned states are copies.
 ParameterState read_state(const torch::optim::OptimizerParamState& state, const at::Tensor& parameter);
 
-// Creates a state of this kind with the given values. If a name is unknown or a number is missing, throws
-// std::invalid_argument with the names that the state has.
+// Creates a state of this kind with the given values. Throws std::invalid_argument, which lists the valid names, if the
+// kind or a name is unknown, or if a number is missing.
 std::unique_ptr<torch::optim::OptimizerParamState> make_state(const std::string& kind, const ParameterState& values);
 
 // If a state of torch's Adam, AdamW or RMSprop lacks tensors that `options` require, adds them as zeros. This happens
@@ -55,7 +57,7 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_state(const std::string&
 void complete_state(torch::optim::OptimizerParamState& state, const torch::optim::OptimizerOptions& options);
 
 OptionList read_options(const torch::optim::OptimizerOptions& options);
-// Returns a value with all digits; or all options, as in "Lion: lr=0.001 ...", or only the name of an unknown class.
+// Return all digits of a value, or all options: "Lion: lr=0.001 ..." (for an unknown class, only its name).
 std::string text_of(const OptimizerOption& option);
 std::string text_of(const torch::optim::OptimizerOptions& options);
 
