@@ -162,7 +162,7 @@ class Bench {
     return {at_least(0, 0), 1 / at_least(1, kLeastPerByte), 1 / at_least(2, kLeastPerByte)};
   }
 
-  // Starts all-reduces late on rank 0, so that others sleep. Returns the median delay of the first rank that wakes up.
+  // Starts all-reduces late on rank 0, so that other ranks sleep. Returns the median delay of the first that wakes up.
   double wake() const {
     timer_.say("how long a rank takes to wake up");
     constexpr double kLateSeconds = 3e-3;  // longer than poll_time(), after which a waiting rank sleeps

@@ -9,7 +9,6 @@
 
 namespace tessera::internal {
 
-// Options of calibrate().
 struct CalibrationOptions {
   int ranks = 2;       // number of concurrent ranks; should equal the ranks per machine of the planned training
   int threads = 1;     // number of intra-operator threads of each rank
@@ -35,7 +34,7 @@ MachineSpeed calibrate(const CalibrationOptions& options);
 // Measures MachineSpeed::between_hosts, and the processor time per byte in MachineSpeed::tcp. Each rank of `comm` must
 // be alone on its host. Linux charges the work on network packets to no process. So the processor time is the larger of
 // the process's own time and the slowdown of concurrent matrix products. `speed` must be a result of calibrate().
-// Returns `speed` with the new fields, equal on all ranks. The latency in `tcp` is not measured: it is that of rank 0.
+// Returns `speed` with the new fields, equal on all ranks. Does not measure tcp.latency_s: all ranks get rank 0's.
 //
 // Collective. Takes about 10 s. Throws std::invalid_argument for a group of one rank, a speed without `tcp`, or fewer
 // than 1 thread. Throws CommError if a collective fails. Sets the process's number of intra-operator threads.

@@ -35,7 +35,7 @@ double median_s(const RankTimer& timer, const std::function<void()>& call) {
   return timer.mean(median_of(std::move(seconds)));
 }
 
-// Returns a rank's processor time to send one byte and to receive one byte, averaged over the ranks.
+// Returns the processor time in which a rank sends one byte and receives one byte, averaged over the ranks.
 double processor_s_per_byte(const RankTimer& timer, const Exchanged& exchanged) {
   const double process_s = timer.processor_seconds_of([&] { exchanged.start().wait(); }, &process_processor_s);
   const at::Tensor x = at::ones({256, 256});

@@ -110,7 +110,8 @@ double mean_of_most(std::vector<double> seconds) {
 }
 
 // Adds one sample for each kernel with FLOP or bytes: mean_of_most() of its processor times in all steps, or the median
-// of its wall-clock times. Returns the number and total time of all kernels. Skips step 1, whose kernels may differ.
+// of its wall-clock times. Adds spread_of() of long kernels to `spreads`. Returns the number and total time of the
+// kernels in a step. Skips step 1, whose kernels may differ.
 std::pair<double, double> add_kernels(const RunRecord& record, bool by_processor, Samples& samples,
                                       std::vector<double>& spreads) {
   std::vector<std::vector<const RecordedOperator*>> steps(kSteps + 1);
@@ -157,8 +158,8 @@ struct Pool {
 };
 
 // Returns a curve whose points are the medians of the samples in each quarter octave of work. If a point has more work
-// but less time than another (because of shapes, strides or noise), replaces both by their geometric mean. Otherwise,
-// one slow point would slow down all larger points. Work below the smallest point takes as long as that point.
+// but less time than another (because of shapes, strides or noise), replaces both by their geometric mean. With the
+// larger time, all larger points would be slow. Work below the smallest point takes as long as that point.
 SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples) {
   constexpr double kPerOctave = 4;
   std::map<int, std::vector<std::pair<double, double>>> bins;

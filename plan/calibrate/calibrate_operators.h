@@ -18,12 +18,11 @@ struct OperatorSpeeds {
   double jitter = 0;  // value for MachineSpeed::jitter
 };
 
-// A timed call of a kernel.
 struct TimedKernel {
   double flop, bytes, seconds;
 };
 
-// Returns the speed of an operator, fitted to its timed calls. `kernels` must not be empty; each has FLOP or bytes.
+// Returns an operator's speed, fitted to its timed calls. `kernels` must not be empty; each must have FLOP or bytes.
 OperatorSpeed speed_through(const std::vector<TimedKernel>& kernels);
 
 // Returns the median; of an even count, the larger of the two middle values. `values` must not be empty.
@@ -35,7 +34,7 @@ using TrainedCollectives = std::vector<RecordedCollective>;
 // Trains small decoders of several sizes (fewer if `quick`) on all ranks concurrently. Times each kernel inside a step,
 // where caches are in the same state as in training. Because recording slows kernels down, fits `between_s` and a
 // correction factor to the times of unrecorded steps. If `link` is null, measures wall-clock time. Otherwise, measures
-// processor time, less the predicted processor time of `collectives` on `link`. Collective. Results differ by rank.
+// processor time less that of `collectives` (collectives_of_trainings()) on `link`. Collective. Results differ by rank.
 OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool quick, const LinkSpeed* link,
                                  const std::vector<TrainedCollectives>& collectives);
 

@@ -30,7 +30,6 @@ class RankTimer {
 
   // Returns this rank's wall-clock time of one call. All ranks start the call at the same time.
   double once_s(const std::function<void()>& call) const;
-  // Returns the mean of `seconds` over all ranks.
   double mean(double seconds) const { return over_ranks(seconds, ReduceOp::kAverage); }
 
   // Measures a call with `clock`. Returns the mean time over repeated calls and all ranks.

@@ -23,7 +23,7 @@ char* at_element(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.mutable_data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
 }
 
-// Copies this rank's part, `from`, to the part of each rank in `to`. Truncates the copy if that part is shorter.
+// Copies this rank's part, `from`, to each rank's part of `to` (of `counts` elements), or as much as fits.
 void repeat(const at::Tensor& to, const at::Tensor& from, const std::vector<int64_t>& counts) {
   int64_t begin = 0;
   for (const int64_t count : counts) {

@@ -10,10 +10,10 @@ namespace tessera::internal {
 
 // A communicator for one rank of a simulated group of any size, without other ranks. Moves no data between ranks, and
 // records operations and waits in the thread's current Recorder. Computes results as if every rank had this rank's
-// values, because the wrappers read some results. An all-gather copies this rank's part to the part of each rank. If
-// that part is longer, its rest is unchanged. A sum is size() times the value. If a tensor of an operation is void
-// (see Recorder), the results are void. traffic() counts the minimum number of bytes that a rank must send. It counts
-// each element once for each rank that needs the element, and twice in an all-reduce.
+// values, because the wrappers read some results. An all-gather copies this rank's part to each rank's part of the
+// result. If a part of the result is longer, the rest of it is unchanged. A sum is size() times the value. If a tensor
+// of an operation is void (see Recorder), the results are void. traffic() counts the minimum number of bytes that a
+// rank must send. It counts each element once for each rank that needs the element, and twice in an all-reduce.
 //
 // Throws std::invalid_argument for operations that need the values of other ranks: checkpoints, and split() by color
 // (use split_by()). After abort(), every operation throws CommError with the reason of the abort.

@@ -68,7 +68,7 @@ const DecoderOptions& checked(const DecoderOptions& options) {
                                                  {"sequence", options.sequence}, {"batch", options.batch}};
   for (const auto& [name, value] : values)
     if (value < 1) refuse("of " + name + " " + std::to_string(value) + ", expected 1 or more");
-  constexpr int64_t kMostLayers = 1000;  // a dry run takes time for each
+  constexpr int64_t kMostLayers = 1000;  // a dry run takes time for each layer
   if (options.layers > kMostLayers)
     refuse("of layers " + std::to_string(options.layers) + ", expected at most " + std::to_string(kMostLayers));
   if (options.head_dim < 0 || (options.is_llama && options.head_dim % 2 != 0))
@@ -162,7 +162,7 @@ class ConfigFile {
   nlohmann::json config_;
 };
 
-// Returns a list of the model's dropouts, or "". Plans omit dropout and report the list, because masks need memory.
+// Returns a list of the model's dropouts, or "". Plans omit dropout, but report the list: its masks would need memory.
 std::string dropouts_of(const ConfigFile& config, std::initializer_list<std::pair<const char*, double>> usual) {
   std::string text;
   for (const auto& [name, otherwise] : usual)

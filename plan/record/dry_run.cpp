@@ -28,8 +28,8 @@ int checked_steps(int steps) {
 
 // The scope of a run without data: this thread's new tensors have no values. The destructor restores the CPU generator.
 struct RunScope::Without {
-  // Disables, in the whole process, the fill of new memory that libtorch's deterministic algorithms include. A fill
-  // would write to pages that a dry run only reserves.
+  // Disables, in the whole process, libtorch's fill of new memory, a part of its deterministic algorithms. A fill would
+  // write to pages that a dry run only reserves.
   class UnfilledScope {
    public:
     UnfilledScope() {

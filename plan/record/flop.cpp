@@ -10,13 +10,14 @@ using Tensors = std::vector<at::Tensor>;
 
 at::Tensor at_index(const Arguments& arguments, size_t index) { return arguments[index].toTensor(); }
 
-// Returns the FLOP of the matrix product, or batch of products, of two arguments. A multiply-add counts as 2 FLOP.
+// Returns the FLOP of a matrix product, or batch of products, of two arguments. A multiply-add counts as 2 FLOP.
 template <size_t first, size_t second>
 int64_t product_flop(const Arguments& a, const Tensors&) {
   return 2 * at_index(a, first).numel() * at_index(a, second).size(-1);
 }
 
-// Counts 2 FLOP for each element of `rows` and each weight of a row. `rows` is the output, or the input if transposed.
+// Returns the FLOP of a convolution: 2 for each element of `rows` and each weight in weight[0]. `rows` is the output,
+// or the input of a transposed convolution.
 int64_t flop_of_rows(const at::Tensor& rows, const at::Tensor& weight) {
   return 2 * rows.numel() * (weight.numel() / std::max<int64_t>(weight.size(0), 1));
 }

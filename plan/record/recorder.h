@@ -31,7 +31,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   static std::shared_ptr<Recorder> make(bool with_data);
   static Recorder* current();  // null if the thread has no current recorder
 
-  class Current {  // sets the thread's current recorder; throws std::logic_error if the thread has one
+  class Current {  // in its scope, sets the thread's current recorder; throws std::logic_error if the thread has one
    public:
     explicit Current(std::shared_ptr<Recorder> recorder);
     ~Current();
@@ -62,7 +62,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   void end_step();
   RunRecord finish();  // Must be called once, before the tensors that outlive the last step are freed.
 
-  // is_void() returns whether a tensor's memory is marked as void. make_void() marks the memory as void.
+  // Return whether a tensor's memory is void (see the class), or make it void. Memory of a device is never void.
   static bool is_void(const at::Tensor& tensor);
   void make_void(const at::Tensor& tensor);
 

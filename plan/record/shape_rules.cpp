@@ -204,8 +204,8 @@ Tensors nll_loss2d(const MetaArguments& a) {
   return {a[3].toInt() == 0 ? of(tensor(a, 1).sizes().vec(), self) : of({}, self), of({}, self)};
 }
 
-// Returns the shape rule of each operator. The key has the overload name if there is one. An operator with an overload
-// such as "out" writes to an argument of the caller.
+// Returns the shape rule of each operator. The key has the overload name if there is one. For overloads that write to
+// an argument, such as "out", the rule returns the shape that this argument gets.
 std::unordered_map<std::string, ShapeRule> make_rules() {
   std::unordered_map<std::string, ShapeRule> rules;
   const auto add = [&](const ShapeRule& rule, std::initializer_list<const char*> operators) {

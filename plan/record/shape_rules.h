@@ -13,7 +13,7 @@ namespace tessera::internal {
 using MetaArguments = std::vector<c10::IValue>;
 
 // A shape rule returns meta tensors with the shapes, strides and dtypes of a CPU kernel's results. shape_rule_of()
-// returns an operator's rule, or null. Except for two losses, operators with a meta kernel in libtorch's C++ have none.
+// returns an operator's rule; null if there is none. Operators with a meta kernel need no rule, except for two losses.
 using ShapeRule = std::function<std::vector<at::Tensor>(const MetaArguments&)>;
 const ShapeRule* shape_rule_of(const std::string& operator_name);
 

@@ -89,7 +89,7 @@ std::string decimal(double number, int digits) {
 
 using Row = std::vector<std::string>;
 
-// Returns a text table. Omits a column if all rows have the column's default value, from `plain`, or "-".
+// Returns a text table. `plain`: default values by heading. Omits a column whose cells all have the default, or "-".
 std::string table_of(std::vector<Row> rows, const std::map<std::string, std::string>& plain) {
   for (size_t column = rows[0].size(); column-- > 0;) {
     const auto usual = plain.find(rows[0][column]);

@@ -5,7 +5,7 @@
 namespace tessera::internal {
 namespace {
 
-// Returns choices that differ from `choice` in one option other than the stage. Resets options that depend on that one.
+// Returns choices that differ from `choice` in one option other than the stage, and in options that depend on this one.
 std::vector<TrainingChoice> neighbours(const TrainingChoice& choice, const Machines& machines) {
   std::vector<TrainingChoice> all;
   const auto add = [&](auto change) {

@@ -13,7 +13,7 @@ namespace tessera::internal {
 // These functions return JSON for the timeline page.
 
 // Returns a predicted step's lanes: [{"lane", "intervals": [{"name", "begin_ms", "end_ms", "backward", "operators"}]}].
-// Omits empty lanes. Merges adjacent operators of one unit and direction. Keeps only the 2000 longest intervals a lane.
+// Omits empty lanes. Merges adjacent operators of one unit and direction. Keeps the 2000 longest intervals of a lane.
 nlohmann::json lanes_of(const StepTime& time);
 
 // Returns {"total_ms", "wait_ms", "steps", "lanes", "differences": [{"name", "predicted_ms", "measured_ms",
@@ -21,9 +21,9 @@ nlohmann::json lanes_of(const StepTime& time);
 // and direction. "differences" has the 12 largest, sorted. "is_large" is true above a twentieth of the measured step.
 nlohmann::json measured_time_of(const StepTime& predicted, const MeasuredStep& measured);
 
-// Returns {"peak", "points", "differences": [{"begin", "end", "name", "text"}], "other_at"}. "points" has the measured
-// bytes after the operators before "other_at" whose indices are in `points`. Each difference is a range of operators
-// after which the bytes of some kind differ. "other_at" is the index of the first operator that differs, or -1.
+// Returns {"peak", "points", "differences": [{"begin", "end", "name", "text"}], "other_at"}. "other_at" is the index of
+// the first operator that differs, or -1. Points and differences are of earlier operators. "points" has the measured
+// bytes after the operators of `points`. A difference is a range of operators after which bytes differ.
 nlohmann::json measured_memory_of(const RunRecord& predicted, const RunRecord& measured,
                                   const std::vector<size_t>& points);
 

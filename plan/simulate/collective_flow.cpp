@@ -9,7 +9,8 @@
 namespace tessera::internal {
 namespace {
 
-// Up to these sizes, an all-reduce or broadcast, or an all-reduce of 2 ranks, is one exchange in gloo_collectives.cpp.
+// In gloo_collectives.cpp, an all-reduce or broadcast up to the first size is one exchange. An all-reduce of 2 ranks is
+// one exchange up to the second size.
 constexpr double kOneExchangeBytes = 1 << 16, kOneExchangeBytesOfTwo = 1 << 19;
 
 }  // namespace

@@ -17,7 +17,7 @@ struct CollectiveFlow {
   double sum_bytes = 0;           // received bytes that a rank adds up in the first wait
   bool only_root_sums = false;
 
-  // Returns whether a rank sends to a peer in exchange 0 or 1. `from_root`: the rank is the root; `to_root`: the peer.
+  // Returns whether a rank (the root if `from_root`) sends to a peer (the root if `to_root`) in exchange 0 or 1.
   bool sends(int exchange, bool from_root, bool to_root) const;
 };
 
