@@ -160,7 +160,7 @@ std::map<std::string, ArchiveMember> read_zip(const ReadBytes& read, int64_t arc
   return members;
 }
 
-// ---- the archive --------------------------------------------------------------------------------
+// ---- archives of torch.export -------------------------------------------------------------------
 
 namespace {
 

@@ -41,7 +41,7 @@ class ArchiveFile {
   // Reads a whole member. If `is_checked`, also verifies the CRC-32, if recorded. If the member is damaged, throws
   // ExportedError that names the file and the member.
   void read_member(const ArchiveMember& member, const std::string& name, void* to, bool is_checked) const;
-  // Verifies the CRC-32 of a whole member, unless an earlier call has. Throws ExportedError if the member is damaged.
+  // Verifies a member's CRC-32, if recorded, in the first call for the member. Throws ExportedError if it is damaged.
   void check_member(const ArchiveMember& member, const std::string& name);
 
  private:
@@ -59,7 +59,7 @@ class Archive {
 
   const std::string& where() const { return where_; }  // the file's path, for messages
   bool has(const std::string& name) const { return members_.contains(name); }
-  // Returns the member with this name, which omits the top folder. Throws ExportedError if there is no such member.
+  // Returns the member `name`, a path in the archive's top folder. Throws ExportedError if there is no such member.
   const ArchiveMember& member(const std::string& name) const;
   // Returns the bytes of a member. Throws ExportedError if there is no such member, or if its CRC-32 does not match.
   std::string text(const std::string& name) const;

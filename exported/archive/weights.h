@@ -31,8 +31,8 @@ struct ExportedTensor {
   bool has_values() const;
 };
 
-// Returns the tensors that an archive's configuration lists, by name. Throws ExportedError for a tensor that is
-// pickled, is not dense, exceeds its storage, or is too large.
+// Returns the tensors that the member `config` lists, by name. Members in `folder` are their storages. Throws
+// ExportedError for a tensor that is pickled, is not dense, exceeds its storage, or is too large.
 std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const ExportRecord& record,
                                                    const std::string& config, const std::string& folder);
 
@@ -42,8 +42,9 @@ struct WeightSource {
   ReadElements read;
 };
 
-// Returns a source that reads from the archive. The tensor must have values and no holes. If `is_checked`, the read of
-// the first element also verifies the storage's checksum. If each rank reads its own part, only one rank verifies it.
+// Returns a source that reads from the archive, and adds the bytes read to `bytes_read`. The tensor must have values
+// and no holes. If `is_checked`, the read of the first element also verifies the storage's checksum. If each rank reads
+// its own part, only one rank verifies it.
 WeightSource read_from(const std::shared_ptr<ArchiveFile>& file, const ExportedTensor& tensor, bool is_checked,
                        std::shared_ptr<std::atomic<int64_t>> bytes_read);
 

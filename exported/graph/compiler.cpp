@@ -448,7 +448,7 @@ AutocastStep::Mode Compiler::autocast_mode(HigherOrderArguments& arguments) cons
   return mode;
 }
 
-// Makes a checkpointed graph read its state from Execution::state. CheckpointStep would save and detach state inputs.
+// Makes a checkpointed graph read its state from Execution::state, not from inputs, which CheckpointStep detaches.
 void Compiler::move_state_into(Graph& graph, std::vector<Operand>& operands, const Scope& scope) {
   std::vector<Operand> given = std::exchange(operands, {});
   std::vector<int> inputs;

@@ -43,7 +43,7 @@ class Guard::Parser {
     text_.remove_prefix(sign.size());
     return true;
   }
-  // A chain of terms, such as "a and b and c", becomes a tree of that depth.
+  // Limits the tree's depth: a chain of terms, such as "a and b and c", becomes a tree as deep as the chain is long.
   void count_term() {
     if (++terms_ > kMaxTerms) refuse("");
   }

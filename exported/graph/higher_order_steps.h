@@ -26,7 +26,7 @@ class GradModeStep : public GraphStep {
 class AutocastStep : public GraphStep {
  public:
   struct Mode {
-    bool applies = true;  // false: of a device type other than that of the export
+    bool applies = true;  // false: for a device type other than the export's, so that the step only runs the graph
     std::optional<at::ScalarType> dtype;
     bool enabled = true;
     std::optional<bool> cache_enabled;

@@ -307,8 +307,6 @@ class ProgramBuilder {
     }
   }
 
-  // ---- modules
-
   // Calls `act`, which registers `fqn` in a module. Throws ExportedError if libtorch refuses the name.
   template <class Register>
   static void registering(const std::string& fqn, Register act) {

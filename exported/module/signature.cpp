@@ -286,7 +286,8 @@ class ShapeCheck {
                                   (most ? std::to_string(*most) : "any"));
   }
 
-  // If a size has exactly one unknown symbol, solves a linear equation for this symbol. Throws if there is no solution.
+  // If a size has exactly one unknown symbol, solves this linear equation for it. Throws if there is no integer
+  // solution.
   void solve(const Derived& size) {
     std::optional<std::string> unknown;
     for (const std::string& symbol : size.expected->symbols()) {

@@ -23,8 +23,9 @@ class Structure {
   const std::vector<std::string>& names() const { return names_; }  // names of the children of a dictionary
   size_t leaf_count() const;
 
-  // Appends the leaves of `value`, in the order of this structure. A dictionary's entries may have any order. A
-  // sequence of its values may replace it. If `value` does not fit, throws std::invalid_argument: "<where>...".
+  // Appends the leaves of `value` to `leaves`, in the order of this structure. A dictionary in `value` may have its
+  // entries in another order, or be replaced by a sequence of its values in this structure's order. If `value` does not
+  // fit, throws std::invalid_argument, whose text starts with `where`.
   void flatten(const ExportedValue& value, const std::string& where, std::vector<ExportedValue>& leaves) const;
   // Appends the names of the leaves, as flatten() uses them in error texts.
   void name_leaves(const std::string& where, std::vector<std::string>& names) const;
