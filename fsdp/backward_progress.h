@@ -29,10 +29,10 @@ class BackwardProgress {
 
  private:
   std::vector<size_t> first_buckets_;
-  std::vector<size_t> uses_, last_uses_;  // units in order of first use, for the next pass and of the last one
+  std::vector<size_t> uses_, last_uses_;  // units in order of first use: for the next pass, and for the last one
   std::vector<bool> is_expected_;         // by unit: whether it is in `uses_`
   std::vector<int64_t> missing_;          // by unit: number of buckets that lack gradients of this pass
-  std::vector<bool> is_done_;             // by bucket: whether it has all gradients of this pass
+  std::vector<bool> is_done_;             // by bucket: whether it has all gradients of this pass; true if frozen
 };
 
 }  // namespace tessera::internal

@@ -52,7 +52,7 @@ void BetweenPasses::pass_begins(bool is_observed) {
       parameter.trained = trains;
       has_changed = true;
     }
-    // A rank without elements of a parameter may keep another `.grad`. On a device, a logged difference would throw.
+    // A rank without elements of a parameter may keep an empty `.grad`. On a device, the comparison would throw for it.
     if (comm.device().is_cpu() || parameter.ranks.numel() == comm.size())
       model_.log().add_kept(parameter.shard.grad().defined(), parameter.shard.numel() == 0);
   }

@@ -9,7 +9,7 @@
 namespace tessera::internal {
 
 // Logs actions between two backward passes: freezing, clearing gradients, a step. All ranks must run equal actions, and
-// they compare their logs at the end of the next pass. The error names a rank that omitted an action.
+// they compare their logs at the end of the next pass. If logs differ, the error names a rank that omitted an action.
 class BetweenPasses {
  public:
   // `model` must outlive this object.
@@ -33,7 +33,7 @@ class BetweenPasses {
 
   ShardedModel& model_;
   std::vector<Parameter> parameters_;
-  bool gradients_changed_ = false;      // whether the set of parameters with gradients has changed
+  bool gradients_changed_ = false;      // whether the last two reducing passes left gradients in different parameters
   std::optional<bool> all_ranks_step_;  // whether every rank has a trained element with a gradient; empty: unknown
   std::optional<uint64_t> writes_;      // shards' write count when the last pass began or ended; empty: not compared
 };

@@ -10,7 +10,7 @@ void CastBuffers::cast(const torch::nn::Module& module, const FsdpOptions& optio
   const at::ScalarType dtype = *options.mixed_precision.buffer_dtype;
   const auto exempt = modules_below(module, exempt_modules(options.mixed_precision));
   const auto ignored = modules_below(module, options.ignored_modules);
-  std::map<const c10::TensorImpl*, at::ScalarType> own_dtypes;  // a buffer may have several names
+  std::map<const c10::TensorImpl*, at::ScalarType> own_dtypes;  // for a second name of a buffer that was already cast
   for (const auto& part : module.named_modules()) {
     if (exempt.contains(part.value().get()) || ignored.contains(part.value().get())) continue;
     for (const auto& entry : part.value()->named_buffers(/*recurse=*/false)) {

@@ -17,7 +17,7 @@
 namespace tessera::internal {
 namespace {
 
-// Returns the results of of(tensor) for the tensors of all parameters.
+// Returns of(tensor) for each parameter's tensor.
 template <class Of>
 auto each(const std::vector<PlannedParameter>& parameters, Of of) {
   std::vector<decltype(of(parameters[0].tensor))> values;
@@ -158,7 +158,7 @@ void FlatParameter::make_shard(Communicator& comm, bool sync_module_states, cons
   shard_ = shard_page_->view(dtype(), {layout().shard_numel()}, {1}, 0);
 }
 
-// Reads this rank's part of each deferred parameter that has a reader, for example of a checkpoint.
+// Reads this rank's part of each deferred parameter that has a reader (deferred_from()), for example from a checkpoint.
 void FlatParameter::read_own_parts(const at::Tensor& shard) const {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ReadElements* read = reader_of(parameters_[i].tensor);
@@ -181,7 +181,7 @@ void FlatParameter::make_parameter_shards(at::Device device, const FlatParameter
     members.push_back({shard, {{shard.numel()}, {1}}, layout().offset_in_shard(static_cast<int64_t>(i), rank())});
     if (layout().world_size() > 1) members.back().part_label = shard_label(i);
   }
-  // The shard and its gradient may be on different devices.
+  // Allocates on `device`, not on the shard's device: the shard may be in host memory while its gradient is not.
   auto memory = [device, grad_memory](int64_t numel, at::ScalarType dtype) {
     const MemoryKindScope kind(MemoryKind::kGradients);
     return grad_memory ? grad_memory(numel, dtype)

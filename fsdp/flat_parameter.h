@@ -23,8 +23,8 @@ namespace tessera::internal {
 
 // How a flat parameter is stored, gathered and reduced. The dtypes below apply to floating-point parameters only.
 struct FlatParameterOptions {
-  // The dtype of unsharded parameters, and so of computation and gradients. Shards keep their parameters' own dtype.
-  // Ignored for full_precision parameters.
+  // The dtype of unsharded parameters, and so of computation and gradients. Shards always have the parameters' own
+  // dtype. Empty, or for full_precision parameters: their own dtype.
   std::optional<at::ScalarType> gather_dtype;
   // The dtype in which gradients are reduced. Empty: gather_dtype.
   std::optional<at::ScalarType> reduce_dtype;
@@ -66,15 +66,15 @@ class FlatSpec {
   int64_t shard_bytes() const { return bytes(layout_.shard_numel(), dtype_); }
   int64_t unsharded_bytes() const { return bytes(layout_.parameters_numel(), dtype_); }
 
-  // Returns a parameter in its shape, as a view of a buffer [layout().full_numel()].
+  // Returns a parameter's part of `full`, [layout().full_numel()], as a view with the parameter's shape.
   at::Tensor view_in(const at::Tensor& full, size_t parameter) const {
     return internal::view_in(full, geometries_[parameter], layout_.offset(static_cast<int64_t>(parameter)));
   }
-  // Returns this rank's shard as a view of a buffer [layout().full_numel()].
+  // Returns this rank's part of `full`, [layout().full_numel()], as a view.
   at::Tensor own_part_of(const at::Tensor& full) const {
     return full.narrow(0, layout_.shard(rank_).begin, layout_.shard_numel());
   }
-  // Returns a parameter's part of `shard`, [layout().shard_numel()].
+  // Returns this rank's part of a parameter as a 1-D view of `shard`, [layout().shard_numel()].
   at::Tensor part_of(const at::Tensor& shard, size_t parameter) const;
   std::string shard_label(size_t parameter) const;  // for errors: "parameter 'fc.weight' on rank 1"
 
@@ -103,8 +103,7 @@ class FlatParameter : public FlatSpec {
   FlatParameter(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync_module_states,
                 const FlatParameterOptions& options = {});
 
-  // Returns this rank's part of the flat buffer, [layout().shard_numel()].
-  const at::Tensor& shard() const { return shard_; }
+  const at::Tensor& shard() const { return shard_; }  // this rank's part of the flat buffer, [layout().shard_numel()]
   // Returns the page of the shard. The page counts writes. After set_shard_writable(false), writes by operators throw.
   const Page& shard_page() const { return *shard_page_; }
   void set_shard_writable(bool writable) { shard_page_->set_writable(writable); }
@@ -122,8 +121,9 @@ class FlatParameter : public FlatSpec {
 
   // Returns the number of bytes of an encoded shard; 0 if shards are sent unencoded.
   int64_t encoded_bytes() const { return encoded_bytes_; }
-  // Starts an all-gather of encoded shards into `wire`, [size() * encoded_bytes()] uint8. `shard` is on the device, of
-  // any dtype. decode() must follow, and also decodes this rank's shard, so that all ranks get equal values.
+  // Starts an all-gather of encoded shards into `wire`, [comm.size() * encoded_bytes()] uint8. `shard` must be on the
+  // device, and may have any floating-point dtype. After the all-gather, decode() must write `full`, including this
+  // rank's part, so that all ranks have equal values.
   Pending gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const {
     const at::Tensor own = wire.narrow(0, rank() * encoded_bytes_, encoded_bytes_);
     codec_->encode(shard, own);

@@ -15,7 +15,7 @@ ReducerOptions reducer_options(ShardedModel& model) {
   options.refuse_uneven_use = model.options().refuse_uneven_use;
   options.check_finite = model.options().check_finite;
   options.zero_copy_bytes = model.options().zero_copy_bytes;
-  options.max_lazy_in_flight = 0;  // a reduction in flight holds a whole unit and buffers for the peers' parts
+  options.max_lazy_in_flight = 0;  // in flight, a lazy reduction moves no data, but holds a unit and receive buffers
   if (model.options().offload.grads) {
     options.to_host = model.offload().copies();
     options.staging = &model.offload().staging();
@@ -158,7 +158,7 @@ void ShardedGradients::zero(size_t parameter) {
   grad = at::zeros_like(states_[parameter].shard.detach());
 }
 
-// ---- checks of a forward ------------------------------------------------------------------------------
+// ---- checks before a forward --------------------------------------------------------------------------
 
 void ShardedGradients::follow_freezing(size_t i) {
   const at::Tensor parameter = binding_.tensor(i);
@@ -189,7 +189,7 @@ void ShardedGradients::inspect(const Unit& unit) {
             binding_.label(i) +
             " has a gradient that was put there by hand (one of torch::autograd::grad(), say), which no step would "
             "take: gradients are in fsdp.parameters(), by backward(), as averages over the ranks");
-      // If the user still references the placeholder, it has not called clear() when `.grad` was cleared: do so now.
+      // The user has cleared `.grad`, but kept a reference to the placeholder, which therefore has not called clear().
       if (in_module == GradState::kOrdinary && states_[i].in_module == GradState::kPlaceholder) clear(i);
       place_in_module(i);
       binding_.hook(i);

@@ -18,9 +18,9 @@ void check_least(const char* field, int64_t value, int64_t least) {
     throw std::invalid_argument(c10::str("FsdpOptions::", field, " is ", value, ", expected ", least, " or more"));
 }
 
-// Whether the module is a batch norm of any class: libtorch's, SyncBatchNorm, or an exported one. A batch norm needs
-// one dtype for its parameters and statistics; in 16 bits, running averages would stop changing. A module with children
-// is not a batch norm, even if it has such buffers.
+// Whether the module is a batch norm of any class (libtorch's, SyncBatchNorm, or an exported one): it has the buffers
+// running_mean and running_var, but no children. A batch norm needs one dtype for its parameters and statistics. In 16
+// bits, its running averages would stop changing.
 bool keeps_running_statistics(const torch::nn::Module& module) {
   if (!module.children().empty()) return false;
   const auto buffers = module.named_buffers(/*recurse=*/false);

@@ -35,8 +35,8 @@ class PrefetchOrder {
     if (on_path_) next_ = static_cast<size_t>(found - expected_.begin()) + 1;
   }
 
-  // If the last uses repeat one sequence three times, removes the last repetition. Otherwise seen() would grow without
-  // limit when the user calls modules directly between passes.
+  // If the last uses repeat one sequence three times, removes the last repetition. So seen() stays short if the user
+  // calls modules directly between passes.
   void forget_repetition() {
     const size_t count = current_.size();
     for (size_t period = 1; 3 * period <= count; ++period) {
@@ -49,7 +49,8 @@ class PrefetchOrder {
     }
   }
 
-  // Predicts up to `count` different units to be used next, nearest first. Returns none if the last use was unexpected.
+  // Predicts up to `count` different units, in the order of their next uses. Returns none before the first use of a
+  // pass, or if the last use is not in expected().
   std::vector<int> upcoming(int count) const {
     std::vector<int> units;
     if (!on_path_ || current_.empty()) return units;
@@ -60,7 +61,6 @@ class PrefetchOrder {
     return units;
   }
 
-  // Returns the units used in this pass, in order.
   const std::vector<int>& seen() const { return current_; }
   const std::vector<int>& expected() const { return expected_; }
 

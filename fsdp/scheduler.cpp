@@ -12,7 +12,6 @@
 namespace tessera::internal {
 namespace {
 
-// Returns the units of the pages, without duplicates.
 std::vector<Unit*> units_of(const std::vector<Page*>& pages, const ShardedModel& model) {
   std::vector<Unit*> units;
   for (const Page* page : pages)
@@ -58,7 +57,7 @@ bool Scheduler::refuse(const Page& page, const at::Tensor& view, const std::stri
   return false;
 }
 
-// Does not lock the mutex: optimizers write on their own threads, and some callers write while they hold the mutex.
+// Must not lock the mutex, because some callers hold it while they write. Optimizers call this from their own threads.
 void Scheduler::before_write(int index) {
   const auto& units = model_.units();
   if (const auto at = static_cast<size_t>(index); at < units.size() && units[at]) units[at]->wait_for_reads();
@@ -68,7 +67,8 @@ void Scheduler::require_use(const std::string& use) const {
   if (!refusal_.empty()) throw std::logic_error(use + " on rank " + model_.rank_text() + ": " + refusal_);
 }
 
-// Must be called before each forward or replay, and before each save.
+// Abandons a failed backward, and throws std::logic_error for added parameters or buffers with foreign bytes. Must be
+// called before each forward, replay, save or visit_full_state().
 void Scheduler::begin_look() {
   recover();
   gradients_.binding().require_nothing_new();
@@ -267,7 +267,7 @@ void UnshardedUnits::set_current(std::vector<Unit*> units, Page::GradMode mode) 
   for (Unit* unit : current_) unit->set_current(mode);
 }
 
-// Called at the next use(), forward or end of a backward, so the span includes waits for other units' gradients.
+// The span also includes waits for other units' gradients, because the next use(), forward or end of backward ends it.
 void UnshardedUnits::end_compute_span() { computing_.end(SpanKind::kCompute); }
 
 }  // namespace tessera::internal

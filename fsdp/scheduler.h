@@ -29,19 +29,19 @@ class UnshardedUnits {
   // Begin a pass. pre_forward() also reshards units that an earlier pass prefetched but did not use.
   void pre_forward();
   void pre_backward();
-  // With eight or more units, reshards all but those of the last use().
+  // Reshards the used units except those of the last use(). A no-op for fewer than 8 units or !reshard_after_forward.
   void post_forward();
   // Must be called before an operator uses the units `needed`. Evicts other units, unshards `needed`, and prefetches
   // the units that followed them in the last pass. Collective.
   void use(const std::vector<Unit*>& needed, Page::GradMode mode, bool backward);
   void reshard(Unit& unit);
   void reshard_all();
-  // Must follow a backward. The next use() outside backward begins a forward. `accumulates`: no step runs before then.
+  // Must be called after a backward. `accumulates`: whether the next forward continues an accumulation, without a step
+  // before it. That forward begins with pre_forward(), or with the next use() outside backward.
   void post_backward(bool accumulates);
 
-  // Ends the trace span for the computation of the last use()'s units.
-  void end_compute_span();
-  // The unit orders of the last forward and of the last backward that used a unit.
+  void end_compute_span();  // ends the trace span for the computation of the last use()'s units
+  // The order of units in the current forward or backward, and in the pass before: see PrefetchOrder.
   const PrefetchOrder& forward_order() const { return forward_order_; }
   const PrefetchOrder& backward_order() const { return backward_order_; }
   // Above this number of uses, PrefetchOrder::forget_repetition() is called. A pass rarely uses a unit 8 times.
@@ -84,16 +84,17 @@ class Scheduler : public Pager, public BackwardPass {
   void prepare_replay() override;
 
   ScopeExit pre_forward();  // the returned scope must close after forward, before this object is destroyed
-  void post_forward();      // called after a forward that did not throw
+  void post_forward();      // must be called after a forward that did not throw
   void observe_gradients(GradientReducer::Observer observer, std::function<void()> failed);
-  void refuse_use(std::string reason);  // an empty reason permits use again
+  void refuse_use(std::string reason);  // later uses outside backward throw std::logic_error; "" permits uses again
   void summon(const SummonOptions& options);
   void dismiss(bool writeback);
-  // Before a save: Unit::write_back() of summoned units, reattach() of others. A no-op in a backward. Not collective.
+  // Must be called before a save. Copies the user's changes of parameters into the shards. A no-op in a backward. Not
+  // collective. Throws the errors of Unit::write_back() and reattach().
   void show_in_shards();
   // Returns the shards. Outside backward, first applies the user's changes of parameters and of requires_grad.
   const std::vector<NamedShard>& named_shards();
-  // Whether parameters have their own dtype now, despite mixed precision. True while all units are summoned.
+  // Whether all units are summoned, so that parameters have their own dtype despite mixed precision.
   bool shows_exact_values() const;
 
   const ShardedModel& model() const { return model_; }
@@ -127,7 +128,7 @@ class Scheduler : public Pager, public BackwardPass {
   ShardedGradients gradients_;
   UnshardedUnits unsharded_;
   GradientReducer::Observer observer_;               // called without the mutex
-  std::vector<std::vector<at::Tensor>> to_observe_;  // by bucket: leaves with final gradients that are not observed yet
+  std::vector<std::vector<at::Tensor>> to_observe_;  // by bucket: leaves with final gradients, for the next observer_()
   std::function<void()> observer_of_failures_;
   std::string refusal_;  // the reason to refuse uses of parameters outside backward; empty: permits them
   bool first_backward_ = true;

@@ -185,7 +185,7 @@ void Scheduler::dismiss_units(bool writeback) {
 
 void Scheduler::show_in_shards() {
   std::lock_guard lock(mutex_);
-  if (inside_backward() || is_running()) return;  // the running pass computes with the shards
+  if (inside_backward() || is_running()) return;  // the running pass needs unchanged shards
   NoGradNoInferenceGuard quiet;
   begin_look();
   for (auto& unit : model_.units()) unit->is_summoned() ? unit->write_back() : reattach(*unit, /*may_change=*/true);

@@ -60,8 +60,8 @@ class ShardedGradients {
   void fail();
   void abandon();
 
-  // Returns the gradients of all shards, without the padding, which int8 blocks with an infinity may make NaN. Throws
-  // std::logic_error if a gradient is not ready for a step.
+  // Returns the defined gradients of the shards. Excludes the padding, which may be NaN if int8 blocks encoded an
+  // infinity. Throws std::logic_error if a gradient is kAccumulating or kLost.
   std::vector<at::Tensor> ready() const;
   Unit& unit_of(size_t parameter) const { return *states_[parameter].unit; }
 

@@ -91,12 +91,10 @@ class Unit {
 
   // Must be called before a write to shards in host memory. Blocks until no copy in flight reads the shards.
   void wait_for_reads();
-  // Whether the shards were written after the last all-gather.
-  bool is_stale() const;
+  bool is_stale() const;  // whether the shards were written after the last all-gather
   // Returns the sum of the shards' autograd version counters. If it changes after forward, backward must throw.
   uint32_t version() const;
-  // Calls Page::set_current() on all attached pages.
-  void set_current(Page::GradMode mode);
+  void set_current(Page::GradMode mode);  // calls Page::set_current() on all attached pages
 
   // ---- full parameters
 
@@ -168,7 +166,7 @@ class ShardedModel {
   void describe(std::ostream& text) const;  // writes a line for each flat parameter
 
  private:
-  // Returns the options of each unit. With offload.params, their `shard_memory` is already allocated; collective then.
+  // Returns the options of each unit. With offload.params, allocates all offloaded shards, and is collective.
   std::vector<FlatParameterOptions> reserve_shards(const std::vector<PlannedUnit>& plan,
                                                    const FlatParameterOptions& common);
   void make_units(std::vector<PlannedUnit>& plan, Pager* pager);

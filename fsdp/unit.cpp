@@ -137,7 +137,7 @@ void Unit::reshard() {
   if (state_ == State::kUnsharding) wait_for_unshard();
   uses_.join();  // the next user of this memory must wait for all streams that read the memory
   if (state_ == State::kUnsharded && !is_stale()) secondary_.cut(buffers_);
-  // Drops a copy of kFetching. No operator has waited for the copy, so its error is ignored.
+  // If the state was kFetching, drops the copy in flight. No operator has waited for it, so its error is ignored.
   for (auto& paged : flat_parameters_) {
     paged->fetching = Copy();
     paged->gathering.wait();

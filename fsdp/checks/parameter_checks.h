@@ -8,7 +8,8 @@ namespace tessera::internal {
 
 // Finds parameters whose data the user replaced since the last call (torch::load(), set_data()). Copies this rank's
 // part of the new values (if summoned, all values), and makes the parameter a view of its page again. Throws
-// std::logic_error, naming it, for another shape or dtype, other parameters' data, a replaced shard or !may_change.
+// std::logic_error, naming the parameter, if the new data have another shape or dtype or are another parameter's, if
+// `may_change` is false, or if the user replaced a shard's data.
 void reattach(Unit& unit, bool may_change);
 
 // Must be called before `operation` writes to `view`, a view of a read-only page. Throws std::logic_error, unless the

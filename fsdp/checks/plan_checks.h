@@ -21,7 +21,7 @@ void require_same_plan(const std::vector<PlannedUnit>& plan, const FsdpOptions& 
 // Returns the bytes that this rank's device will need for shards, gradients and unsharded units.
 MemoryNeed memory_need(const std::vector<PlannedUnit>& plan, const FsdpOptions& options, const Mesh& mesh);
 
-// If the module has submodules, warns on rank 0 about policies that select none: probably a mistake.
+// If the module has submodules, warns on rank 0 about each policy that selects no module: probably a mistake.
 void warn_of_idle_policies(const std::vector<PlannedUnit>& plan, const FsdpOptions& options,
                            const torch::nn::Module& module, const Communicator& world);
 
