@@ -4,8 +4,7 @@
 
 namespace tessera::internal {
 
-// Returns whether this thread is running a node of a backward pass.
-bool inside_backward();
+bool inside_backward();  // whether this thread is running a node of a backward pass
 
 // Queues `callback` for the end of the backward pass that this thread is running. Must be called in a backward pass. If
 // the pass fails, destroys the callback before backward() throws (later on a device with another library's engine).

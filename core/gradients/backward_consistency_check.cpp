@@ -60,7 +60,8 @@ void BackwardConsistencyCheck::refuse_unused(const PassUse& own) const {
                                              "one, so use it, or freeze whole units"));
 }
 
-// Called if fingerprints differ. Throws unless ranks differ only in failed forwards or empty gradients. Collective.
+// Must be called if fingerprints differ. Throws std::invalid_argument unless ranks differ only in failed or repeated
+// forwards, or in empty gradients (CollectiveLog::Uncompared). Collective.
 void BackwardConsistencyCheck::require_same_work(ReducedReport& report) const {
   const CollectiveLog::Uncompared& own = log_.uncompared();
   const std::string text = c10::str(log_.certain(), ' ', own.forwards, ' ', own.failed_forwards, ' ', own.kept);

@@ -15,8 +15,8 @@ namespace tessera::internal {
 
 // Checks at the end of each backward pass that all ranks did the same work. One small all-reduce combines the used
 // parameters of all ranks. It also compares fingerprints of the collectives since the last check. The size of the
-// message does not depend on the number of ranks. With a static graph (Options::is_static), only the first pass with
-// the same buckets needs the all-reduce. Each rank then compares its later passes with this pass.
+// message does not depend on the number of ranks. With a static graph (Options::is_static), only the first pass after a
+// change of the buckets runs the all-reduce. Each rank then compares its later passes with this pass.
 // On a device, a rank that lacks a gradient blocks until the result arrives. A rank with all gradients reads the result
 // in a later pass. On a device, no rank reads the other ranks' recomputed buckets, so all ranks must recompute the same
 // buckets. While work is recorded for replays (CapturedWork), the check runs no collective, and every parameter must
@@ -34,10 +34,11 @@ class BackwardConsistencyCheck {
 
   void forget_first_pass() { first_ = {}; }
 
-  // Returns the parameters and buckets that any rank used. While the all-reduce is in flight, calls `meanwhile`, which
-  // returns whether this rank must know the result. If not, and refuse_uneven_use is off, returns on a device only this
-  // rank's use. Collective. Throws CommError. All ranks throw std::invalid_argument if their collectives differ (on
-  // a device, maybe later), or, under refuse_uneven_use, their use. Throws std::logic_error if a static graph changed.
+  // Returns the parameters that any rank used, and the buckets that any rank recomputed. While the all-reduce is in
+  // flight, calls `meanwhile`, which returns whether this rank must know the result. If it need not, and
+  // refuse_uneven_use is off, returns on a device only this rank's use. Collective. Throws CommError. All ranks throw
+  // std::invalid_argument if their collectives differ (on a device, maybe in a later pass), or, under
+  // refuse_uneven_use, their used parameters. Throws std::logic_error if a static graph changed.
   PassUse exchange(PassUse own, const std::function<bool()>& meanwhile);
 
  private:

@@ -55,7 +55,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   virtual void prepare_replay() = 0;
 
  protected:
-  explicit BackwardPass(at::Device device);  // of the parameters
+  explicit BackwardPass(at::Device device);  // `device`: the device of the parameters
   virtual void begin() = 0;
   // Called on the engine's thread. backward() rethrows exceptions of end(). An exception other than CommError fails the
   // pass, which is abandoned at once. After a CommError the group is aborted, so no operation is left in flight.
@@ -64,8 +64,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   virtual void abandon() = 0;  // blocks until no operation of the failed pass is in flight
   // Called after end(), with `mutex_` unlocked. If this function throws, the pass fails.
   virtual void after_end() {}
-  // Returns the wrapper's name and rank, for errors.
-  virtual std::string name() const = 0;
+  virtual std::string name() const = 0;  // the wrapper's name and rank, for errors
   // If this thread is running a backward, makes that backward throw at its end. A destructor calls this function if a
   // reduction is due, because nothing would reduce the remaining gradients of that backward.
   void fail_backward() const noexcept;

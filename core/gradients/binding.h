@@ -69,7 +69,8 @@ class Binding {
 
   // Records the version of each parameter, to detect operators in forward that change a parameter.
   void note_versions();
-  // Throws std::logic_error, naming a parameter that changed since note_versions(), as by Embedding's max_norm.
+  // Throws std::logic_error, naming the parameter, if a parameter was changed after note_versions(), for example by an
+  // Embedding with max_norm. `during` is for the error.
   void require_same_versions(const char* during) const;
 
  private:
@@ -82,7 +83,7 @@ class Binding {
   std::vector<TensorSignature> kinds_;
   std::unordered_set<const c10::TensorImpl*> known_;
   Take take_;
-  std::vector<Accumulator> accumulators_;  // keeps them alive, since autograd has only weak references
+  std::vector<Accumulator> accumulators_;  // keeps the accumulators alive: autograd has only weak references to them
   std::vector<int64_t> versions_;
 };
 

@@ -26,7 +26,7 @@ struct ReducerOptions {
   // A gradient of at least this many bytes may be reduced directly from autograd's memory. For a smaller gradient, a
   // copy into the bucket costs less than a separate message.
   int64_t zero_copy_bytes = int64_t{256} << 10;
-  // The engine that copies the reduced gradients of offloaded buckets to the host; null if there are none.
+  // Copies the reduced gradients of offloaded buckets from `staging` buffers to the host. Null if none is offloaded.
   CopyEngine* to_host = nullptr;
   CountedBuffers* staging = nullptr;
 };
@@ -59,7 +59,8 @@ class BucketCollectives {
 
   // Starts the reduction of the content over the ranks that share one copy of the model.
   void start(PendingReduction& reduction, const GradientBucket& plan);
-  // Leaves the decoded result in target(): the average, or the sum if divisor() is set. Frees the other tensors.
+  // Must be called when `pending` is complete. Leaves the result in target(): the average, or the sum if divisor() is
+  // set. Frees the other tensors.
   void decode(PendingReduction& reduction, const GradientBucket& plan) const;
   // Starts averaging target() over the copies of the model, or summing it if divisor() is set.
   void start_over_copies(PendingReduction& reduction, const GradientBucket& plan) const;

@@ -69,8 +69,8 @@ void BucketContent::put(const GradientBucket& bucket, size_t member, const at::T
 }
 
 // Copies a small gradient on the CPU as bytes, because an operator's dispatch takes longer than the copy. Returns false
-// if an operator must copy: a large gradient on its threads, or a gradient of another layout, dtype or dispatch key.
-// A gradient with another key may be a parameter of FSDP, whose memory exists only while operators use it.
+// if an operator must copy: a large gradient, on several threads, or a gradient of another layout, dtype or dispatch
+// key. A gradient with another key may be a parameter of FSDP, whose memory exists only while operators use it.
 bool BucketContent::copy_bytes(const GradientBucket& bucket, size_t member, const at::Tensor& gradient) {
   const at::Tensor& values = parts[bucket.route.piece_of[member]].values;
   const ParameterGeometry& geometry = bucket.geometries[member];

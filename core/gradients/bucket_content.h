@@ -68,8 +68,7 @@ struct BucketContent {
   };
   std::vector<Waiting> waiting{};
 
-  // Returns a bucket's content before its first gradient.
-  static BucketContent of(const GradientBucket& bucket);
+  static BucketContent of(const GradientBucket& bucket);  // returns the content before the first gradient
   bool is_begun() const { return !parts.empty(); }
 
   // Uses the memory of a gradient as the values of a piece, without a copy.

@@ -32,8 +32,8 @@ class CollectiveLog {
   }
   // Adds a forward that threw on this rank. Other ranks may have completed the forward, or this rank may repeat it.
   void add_failed_forward() { ++uncompared_.failed_forwards; }
-  // Called for each parameter in turn. Adds whether backward will add to an existing gradient. The entry of an empty
-  // gradient matches any entry, because an optimizer may leave the gradients of empty parameters in place.
+  // Must be called for each parameter in turn. `is_kept`: whether backward will add to an existing gradient, which has
+  // no elements if `is_empty`. An optimizer may leave empty gradients in place, so their entries match any entry.
   void add_kept(bool is_kept, bool is_empty) {
     uncompared_.kept.push_back(!is_kept ? kNotKept : is_empty ? kUnknown : kKept);
   }

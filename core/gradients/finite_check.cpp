@@ -22,7 +22,8 @@ void add_gradients(const GradientBucket& bucket, std::vector<at::Tensor>& gradie
     if (leaf.grad().defined() && leaf.grad().numel() > 0) gradients.push_back(leaf.grad());
 }
 
-// Returns a tensor [1]: 1 if a gradient is infinite or NaN, else 0. Groups gradients by dtype and device.
+// Returns a tensor [1]: 1 if a gradient is infinite or NaN, else 0. Handles all gradients of one dtype and device at
+// once, with few kernel launches.
 at::Tensor flag_of(std::vector<at::Tensor> gradients, at::Device device) {
   at::Tensor flag = at::zeros({1}, at::TensorOptions().dtype(at::kByte).device(device));
   while (!gradients.empty()) {

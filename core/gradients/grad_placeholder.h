@@ -22,14 +22,14 @@ enum class GradState {
   kUsers          // a tensor that the user has assigned
 };
 
-// A placeholder in a tensor's .grad, for a gradient that is elsewhere or that a step must not use.
+// Placeholders in the `.grad` of several tensors, for gradients that are elsewhere or that a step must not use.
 //
 // A placeholder has the shape, dtype and device of a gradient, but no data. Any operator that uses the data, except
-// zero_(), throws std::logic_error with the reason. zero_grad() either resets `.grad` or calls zero_(). Both notify the
-// owner at once; a reset destroys the last reference to the placeholder. So an optimizer's step throws before
-// zero_grad(), and works as with ordinary tensors after zero_grad().
+// zero_(), throws std::logic_error with the reason. zero_grad() either resets `.grad` or calls zero_(). So a step of an
+// optimizer throws before zero_grad(), and works as with ordinary tensors after zero_grad().
 //
-// Events are called on the thread that clears the gradient.
+// Events are called on the thread that clears the gradient. Events::cleared is called when the last reference to the
+// placeholder is destroyed: at the reset of `.grad`, unless the user keeps another reference.
 class GradPlaceholder : public Pager, public std::enable_shared_from_this<GradPlaceholder> {
  public:
   struct Events {

@@ -90,7 +90,6 @@ std::vector<at::Tensor> GradientBuffer::leaves(const std::vector<bool>& used) co
 
 namespace {
 
-// Returns, for each member, the index of the piece that contains it.
 std::vector<size_t> pieces_of_members(const GradientBucket& bucket, const std::vector<BucketPiece>& pieces) {
   std::vector<size_t> piece_of;
   size_t piece = 0;

@@ -36,8 +36,7 @@ class GradientCollector {
   void rebuild();
   void begin_pass();
 
-  // Whether a member of the bucket requires a gradient.
-  bool trains(size_t bucket) const { return slots_[bucket].expected > 0; }
+  bool trains(size_t bucket) const { return slots_[bucket].expected > 0; }  // whether a member requires a gradient
   bool is_full(size_t bucket) const { return slots_[bucket].missing == 0; }
   bool has_content(size_t bucket) const { return slots_[bucket].content.is_begun(); }
   size_t bucket_of(size_t parameter) const { return places_[parameter].bucket; }
@@ -106,7 +105,7 @@ enum class BucketState : uint8_t {
 //   encode -> reduce over the ranks of a copy -> average over the copies -> copy to the host -> accept
 //
 // If this rank has all members' gradients, the result becomes `.grad`. Otherwise the result waits for accept_waiting(),
-// because a member without a gradient on any rank keeps its `.grad`. Used by one thread at a time, with autograd off.
+// because a member that has a gradient on no rank keeps its `.grad`. Used by one thread at a time, with autograd off.
 class ReductionQueue {
  public:
   // All arguments must outlive the queue.
@@ -120,8 +119,7 @@ class ReductionQueue {
         options_(options),
         collectives_(mesh, memory, options) {}
 
-  // See BucketCollectives::set_divisor().
-  void set_divisor(std::optional<double> divisor) { collectives_.set_divisor(divisor); }
+  void set_divisor(std::optional<double> divisor) { collectives_.set_divisor(divisor); }  // see BucketCollectives
   const std::optional<double>& divisor() const { return collectives_.divisor(); }
   // A callback that receives the leaves of a bucket when their gradients are final.
   using Observer = std::function<void(const std::vector<at::Tensor>& leaves)>;
@@ -194,12 +192,12 @@ class GradientReducer {
   // Must be called between passes, while no bucket keeps sums. A parameter is a member of at most one bucket.
   void set_buckets(std::vector<GradientBucket> buckets);
   const std::vector<GradientBucket>& buckets() const { return buckets_; }
-  // See BucketCollectives::set_divisor().
-  void set_divisor(std::optional<double> divisor) { queue_.set_divisor(divisor); }
+  void set_divisor(std::optional<double> divisor) { queue_.set_divisor(divisor); }  // see BucketCollectives
   const std::optional<double>& divisor() const { return queue_.divisor(); }
 
-  // Begins a pass. Reduces the buckets in `order`, then those that keep sums, then others as gradients arrive. Skips
-  // buckets in `order` without trained members, unless `frozen_too`: must be true if any rank may add_kept() to one.
+  // Begins a pass, which reduces the buckets in `order`, then those that keep sums, then others in the order of their
+  // first gradients. Skips buckets in `order` without trained members, unless `frozen_too` is true. It must be true if
+  // any rank may call add_kept() for such a bucket.
   void begin(const std::vector<size_t>& order, bool frozen_too = false);
   // Adds a parameter's gradient, of any layout; undefined means no gradient. Returns whether its bucket is full now.
   bool add(size_t parameter, const at::Tensor& gradient);
@@ -222,7 +220,8 @@ class GradientReducer {
   void forget(size_t parameter) { collector_.forget(parameter); }
   // Returns the parameters in the order in which their gradients arrived in the last pass.
   const std::vector<size_t>& arrivals() const { return collector_.arrivals(); }
-  // Whether any rank (see BackwardConsistencyCheck::exchange()) had the parameter's gradient in the last reducing pass.
+  // Whether any rank had the parameter's gradient in the last reducing pass. On a device, may state only whether this
+  // rank had it: see BackwardConsistencyCheck::exchange().
   bool was_used(size_t parameter) const { return used_[parameter]; }
 
   // Sets the callback for final gradients; see GradientSource. Must not be called during a pass.
