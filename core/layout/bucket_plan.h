@@ -26,8 +26,8 @@ struct BucketLimits {
   int64_t first_bytes = kNone;
 };
 
-// Assigns parameters to buckets. `order` lists indices of `items`, in the order in which gradients arrive. Returns the
-// indices by bucket: buckets in the order in which they become full, and members in `order`. Sizes include the padding
+// Assigns parameters to buckets. `order` lists indices of `items`, in the order in which gradients arrive. Returns each
+// bucket's indices, sorted as in `order`. Buckets are in the order in which they become full. Sizes include the padding
 // of FlatLayout. A pure function. (Like c10d's compute_bucket_assignment_by_size and FairScale's buckets by owner.)
 std::vector<std::vector<size_t>> plan_buckets(const std::vector<BucketItem>& items, const std::vector<size_t>& order,
                                               const BucketLimits& limits);

@@ -26,7 +26,8 @@ namespace tessera::internal {
 #define TESSERA_DEFERRED_KEY TESTING_ONLY_GenericMode
 static constexpr auto kDeferredKey = c10::DispatchKey::TESSERA_DEFERRED_KEY;
 
-// Records the operator calls of constructors, in order. Describes tensors by View, because their storages own the tape.
+// Records the operator calls of constructors, in order. Describes deferred tensors by View. If the tape held the
+// tensors themselves, whose storages own the tape, it would never be freed.
 class Tape {
  public:
   // A view of one of the tape's storages.
@@ -199,7 +200,8 @@ TORCH_LIBRARY_IMPL(_, TESSERA_DEFERRED_KEY, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&record>());
 }
 
-// Locked while a random operator without a generator argument is replayed. The default generator has the tape's state.
+// Locked while a random operator without a generator argument is replayed: meanwhile the default CPU generator has the
+// tape's state.
 std::mutex default_generator_mutex;
 
 // Runs the calls of a tape.

@@ -12,8 +12,7 @@
 
 namespace tessera::internal {
 
-// Returns whether this thread has an open DeferredScope.
-bool is_deferring();
+bool is_deferring();  // whether this thread has an open DeferredScope
 
 // While an OrdinaryScope exists, this thread's operators are not recorded, even in deferred(). Used to read values.
 class OrdinaryScope {

@@ -47,12 +47,11 @@ class FlatLayout {
   int64_t parameters_numel() const { return parameters_numel_; }  // number of elements without padding
   int64_t full_numel() const { return full_numel_; }
 
-  // Returns the part of the flat buffer that belongs to `rank`.
-  Range shard(int rank) const;
+  Range shard(int rank) const;  // the part of the flat buffer that belongs to `rank`
   int64_t shard_numel(int rank) const { return shard(rank).numel(); }
   // Returns the size of each rank's shard. The cut must not be by owner.
   int64_t shard_numel() const { return shard(0).numel(); }
-  // Returns the shard sizes by rank, for collectives; empty unless the cut is by owner: other shards are equal.
+  // Returns the shard sizes by rank, for collectives. Returns an empty list if the shards are equal (not by owner).
   std::vector<int64_t> counts() const;
 
   // Returns the part of a parameter that belongs to `rank`, in elements of the parameter; {0, 0} if there is none.
@@ -79,8 +78,8 @@ struct BucketPiece {
   std::optional<size_t> member{};  // parameter that fills the whole piece, if any; its gradient may be sent uncopied
 };
 
-// Cuts a layout into pieces, in order and without empty pieces. Each parameter of at least `least_bytes` bytes is one
-// piece. The elements (and padding) between such parameters also form pieces. All ranks compute the same pieces.
+// Cuts a layout's buffer into pieces, in order and without empty pieces. Each parameter of at least `least_bytes` bytes
+// is one piece. The elements and padding around these pieces form further pieces. All ranks compute equal pieces.
 std::vector<BucketPiece> cut_into_pieces(const FlatLayout& layout, int64_t element_bytes, int64_t least_bytes);
 
 }  // namespace tessera::internal

@@ -23,8 +23,7 @@ class Int8Blocks final : public WireCodec {
   // `block_numel` is the number of elements that share a scale.
   explicit Int8Blocks(int64_t block_numel = kWireBlockNumel) : block_numel_(block_numel) {}
 
-  // Returns a multiple of 16.
-  int64_t encoded_bytes(int64_t numel) const override;
+  int64_t encoded_bytes(int64_t numel) const override;  // a multiple of 16
   void encode(const at::Tensor& values, const at::Tensor& bytes) const override;
   void decode(const at::Tensor& bytes, const at::Tensor& values) const override;
   void add(const at::Tensor& bytes, const at::Tensor& values) const override;

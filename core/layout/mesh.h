@@ -14,7 +14,7 @@ namespace tessera::internal {
 // A copy of 4 ranks with secondary copies of 2:
 //
 //     shard:     0 1 2 3 | 4 5 6 7
-//     secondary: 0 1 | 2 3 | 4 5 | 6 7     each group keeps all gathered parameters for backward, in parts
+//     secondary: 0 1 | 2 3 | 4 5 | 6 7     each rank keeps a half of the gathered parameters for backward
 struct Mesh {
   std::shared_ptr<Communicator> world;
   std::shared_ptr<Communicator> shard;      // equals `world` if there is one copy

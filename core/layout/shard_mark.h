@@ -11,7 +11,8 @@
 
 namespace tessera::internal {
 
-// A copy of a host shard in the dtype of use, for the device. Stale if `writes` is not the shard's Page::writes().
+// A copy of a host shard in gather_dtype(), which the device reads in place of the shard. Stale if `writes` is not the
+// shard's Page::writes().
 struct LowPrecisionCopy {
   at::Tensor values;  // [numel of the shard]
   uint32_t writes = 0;
@@ -22,7 +23,7 @@ struct LowPrecisionPart {
   at::Tensor values;
   std::shared_ptr<LowPrecisionCopy> whole;
 
-  // A writer that also updates this copy must call this function once after each write to the parameter.
+  // If a writer of the parameter also writes to this copy, it must call this function after each counted write.
   void note_write(const at::Tensor& parameter) const {
     const uint32_t now = page_of(parameter)->writes();
     if (whole->writes + 1 == now) whole->writes = now;  // otherwise the copy was stale before the write
@@ -35,8 +36,7 @@ struct LowPrecisionPart {
 void mark_as_shard(const at::Tensor& tensor, std::string label, std::vector<int64_t> whole_sizes,
                    LowPrecisionPart low_precision = {});
 bool is_shard(const at::Tensor& tensor);
-// Returns the label of a shard. The tensor must be a shard.
-const std::string& shard_label(const at::Tensor& tensor);
+const std::string& shard_label(const at::Tensor& tensor);  // returns `label`; the tensor must be a shard
 // Returns the `low_precision` of mark_as_shard(); null if the tensor has none.
 const LowPrecisionPart* low_precision_copy_of(const at::Tensor& tensor);
 

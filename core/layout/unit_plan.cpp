@@ -40,7 +40,8 @@ class Planner {
     for (const auto& child : module.named_children()) find_first_modules(*child.value());
   }
 
-  // Calls the policy on the module and its children. Returns the number of their elements that no unit has claimed.
+  // Calls the policy on the modules below this one, then on this one. Returns 0 if the policy selects this one, else
+  // the number of elements in all of these modules that no unit has claimed.
   int64_t claim(const torch::nn::Module& module, const std::string& fqn, bool is_root) {
     if (!asked_.insert(&module).second) return 0;  // visited before, under its first name
     int64_t unclaimed_numel = 0;
