@@ -79,7 +79,7 @@ struct CapturedStep::State {
     bool is_on;
     at::ScalarType dtype;
   };
-  // The memory that replays read and write. Also the state of the model and the optimizer at the capture.
+  // The memory that replays read and write, and the state of the model and the optimizer at the capture.
   struct Recorded {
     std::vector<at::Tensor> given;   // meta tensors with the dtypes, shapes and strides of the first call's inputs
     std::vector<at::Tensor> inputs;  // tensors that replays read; before the capture, inputs of the first call
@@ -243,7 +243,7 @@ void CapturedStep::State::capture() {
   const at::Tensor numbers = at::empty({room}, at::TensorOptions(at::kFloat).device(device()));
   clear_gradients();
   stream.synchronize();
-  // The graph allocates from a pool of its own, which cannot use the cached memory of eager steps.
+  // Frees the cached memory of eager steps, which the graph's own pool of memory cannot use.
   c10::getDeviceAllocator(device().type())->emptyCache();
   std::vector<std::string> collectives;
   try {

@@ -212,7 +212,7 @@ std::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_numel) 
 void DistributedSampler::reset(std::optional<size_t> new_items_numel) {
   Position& at = *position_;
   if (new_items_numel && static_cast<int64_t>(*new_items_numel) != at.order.items_numel()) {
-    Position changed = at;  // a copy, so that an error leaves the sampler as it is
+    Position changed = at;  // a copy, so that an error leaves the sampler unchanged
     changed.order = EpochOrder(static_cast<int64_t>(*new_items_numel), at.options.seed, at.options.shuffle);
     changed.set_drop_last(at.options.drop_last);
     changed.begin_at(epoch() * changed.order.items_numel());

@@ -37,7 +37,7 @@ struct RanksOnHost {
   int ranks, rank;  // the number of ranks on this host, and this rank's index among them
 };
 
-// Without a launcher, all ranks are threads of this process.
+// Without a launcher, assumes that all ranks are threads of this process.
 RanksOnHost ranks_on_host(const Communicator& comm) {
   try {
     const auto environment = parse_launch_environment(std::getenv);

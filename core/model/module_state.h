@@ -31,10 +31,10 @@ void require_strided(const std::string& label, const at::Tensor& tensor);
 std::vector<std::string> describe_parameters(const std::vector<PlannedParameter>& parameters);
 std::vector<std::string> describe_buffers(const torch::nn::Module& module);
 
-// Returns whether `grad` is defined and no placeholder: during wrapping, the user's gradient, which wrappers keep.
+// Whether `grad` is defined and not a placeholder. Before wrapping, it is then a gradient that the wrapper keeps.
 bool is_earlier_gradient(const at::Tensor& grad);
-// Returns a line with a checksum for each earlier gradient. Ranks keep these gradients, which may differ between ranks.
-// A wrapper whose ranks would then diverge compares the lines over the ranks.
+// Returns a line with a checksum for each earlier gradient. If different earlier gradients would make the ranks of a
+// wrapper diverge, the wrapper compares these lines over the ranks.
 std::vector<std::string> describe_earlier_gradients(const std::vector<PlannedParameter>& parameters);
 
 }  // namespace tessera::internal

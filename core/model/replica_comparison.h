@@ -18,7 +18,7 @@ class ReplicaComparison {
   // see steps_between_comparisons(). Throws std::invalid_argument for a negative number or an invalid variable.
   explicit ReplicaComparison(int64_t every);
 
-  // Returns the number of steps between comparisons; 0 if the comparison is off. Must be equal on all ranks.
+  // Returns the number of steps between comparisons; 0 if the comparison is off. All ranks must have the same number.
   int64_t every() const { return every_; }
 
   // Counts a step. Every `every()`-th call is collective, blocks, and compares the parameters. If bits differ, throws

@@ -38,8 +38,8 @@ at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type, int64_t row_n
   return at::linalg_vector_norm(norms, norm_type);
 }
 
-// Calls `call` once for each dtype and device, with all tensors that have them, in order of first occurrence. If given
-// tensors of several dtypes or devices, foreach operators would launch a kernel for each tensor.
+// Groups tensors by dtype and device, in order of first occurrence, and calls `call` once for each group. With mixed
+// dtypes or devices, foreach operators would launch a kernel for each tensor.
 template <class Call>
 void for_each_kind(std::vector<at::Tensor> tensors, Call call) {
   for (auto begin = tensors.begin(); begin != tensors.end();) {
@@ -51,7 +51,7 @@ void for_each_kind(std::vector<at::Tensor> tensors, Call call) {
   }
 }
 
-// Returns this rank's norm to the p-th power (infinity: the largest absolute value), [1] double on `device`. Keeps NaN.
+// Returns this rank's norm to the power norm_type (infinity: the largest magnitude), [1] double on `device`. Keeps NaN.
 at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm_type, at::Device device,
                               int64_t row_numel) {
   std::vector<at::Tensor> others, norms, stacks;

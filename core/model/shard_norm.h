@@ -34,7 +34,7 @@ bool clips_gradients(double norm, double max_norm);
 
 // Returns the 2-norm of each whole tensor, for layer-wise optimizers (LAMB, LARS, Adafactor). `parts` are this rank's
 // parts of the tensors. An undefined or empty part counts as 0. Sums in double. Collective: one all-reduce. All ranks
-// must pass equally many parts. If `comm` is null, the parts are whole tensors and the call is not collective.
+// must pass parts of the same tensors, in one order. If `comm` is null, parts are whole tensors, and the call is local.
 std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Communicator* comm);
 
 }  // namespace tessera::internal

@@ -8,8 +8,8 @@
 namespace tessera::internal {
 
 // Checks a wrapper's gradients before an optimizer's step. The check is attached to the parameters, because an
-// optimizer such as OSS has no reference to the wrapper. A wrapper's training forward attaches its own check, in place
-// of another wrapper's. set_data() removes the check, so each forward attaches it again.
+// optimizer such as OSS has no reference to the wrapper. Each training forward attaches its wrapper's check again,
+// because set_data() may have removed the check, and another wrapper may have replaced it.
 class StepCheck {
  public:
   // `check` throws if a step must not use the gradients. It may be called after the wrapper was destroyed.
