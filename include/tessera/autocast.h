@@ -8,8 +8,9 @@
 namespace tessera {
 
 // Turns on libtorch's autocast for one device type while the object exists, like torch.autocast in Python. Operators on
-// autocast's list convert floating-point inputs to `dtype`; parameters do not change. For all ZeRO stages, but in stage
-// 3, MixedPrecision needs less traffic and memory. Create the object before forward, and destroy it before backward:
+// autocast's list convert floating-point inputs to `dtype`; parameters do not change. Works in all ZeRO stages; in
+// stage 3, MixedPrecision needs less traffic and memory. Create the object before forward, and destroy it before
+// backward:
 //
 //   std::optional<tessera::Autocast> autocast(std::in_place, comm->device().type());
 //   at::Tensor loss = torch::mse_loss(ddp(x), y);

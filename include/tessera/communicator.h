@@ -127,7 +127,7 @@ class Communicator : public internal::CommunicatorBackend {
   int rank() const noexcept { return rank_; }             // 0 to size() - 1
   int size() const noexcept { return size_; }             // the world size
   at::Device device() const noexcept { return device_; }  // device of all tensors
-  // The maximum time that an operation waits for the other ranks.
+  // Returns the maximum time that an operation waits for the other ranks.
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
 
   // full <- shard of rank 0, shard of rank 1, ... `shard` may be this rank's part of `full`.
@@ -166,9 +166,10 @@ class Communicator : public internal::CommunicatorBackend {
   at::Tensor to_host(const at::Tensor& result, std::string_view what);
 
   // Makes a new group of the ranks with the same `color`, numbered by `key`, then by rank (MPI_Comm_split). The new
-  // group has this group's backend, device and timeout. It lives as long as this group, so that a failed rank can still
-  // publish its reason. This group's traffic() includes that of the new group. Errors use the new group's rank numbers,
-  // and list its members' ranks in this group. Returns null if color is negative. Collective over this group.
+  // group has this group's backend, device and timeout. It lives at least as long as this group, so that a failed rank
+  // can still publish its reason. This group's traffic() includes that of the new group. Errors use the new group's
+  // rank numbers, and list its members' ranks in this group. Returns null if color is negative. Collective over this
+  // group.
   std::shared_ptr<Communicator> split(int color, int key = 0);
 
   // Like split(), with the color color_of(rank), 0 or more, for each rank of this group. Members keep their order. One

@@ -96,7 +96,7 @@ struct GroupOptions {
   std::optional<at::Device> device{};
   // The maximum wait for other ranks, in operations and while the group is formed.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
-  // See InitOptions for these two fields.
+  // For these two fields, see InitOptions.
   bool peer_memory = true;
   bool registered_memory = false;
   bool rank_order_sums = false;  // see InitOptions; must be false for a CPU process group
@@ -142,7 +142,8 @@ namespace internal {
 // The interface to a library that exchanges messages between ranks, such as MPI (mpi.h). Used by one thread at a time.
 class MessageLibrary {
  public:
-  // A message in flight. Any thread may destroy it before completion; the memory of the message must then stay valid.
+  // A message in flight. Any thread may destroy the object before completion; the message's memory must stay valid
+  // until then.
   class Request {
    public:
     virtual ~Request() = default;

@@ -17,7 +17,7 @@ enum class WeightFormat : uint8_t {
   // 4 bits: QLoRA's NormalFloat (Dettmers et al., 2023). An element is rounded to the nearest of 16 quantiles of the
   // normal distribution, times an fp32 scale for each block of 64 elements: 4.5 bits an element.
   kNf4,
-  // kNf4 with its scales in 8 bits, as in bitsandbytes (its dynamic map, blocks of 256 scales, minus the scales' mean):
+  // kNf4 with scales of 8 bits, as in bitsandbytes: the scales minus their mean, in blocks of 256, by the dynamic map.
   // 4.13 bits an element.
   kNf4Double,
   kInt8,  // 8 bits; blocks of 64 elements with an fp32 scale: 8.5 bits an element
@@ -41,18 +41,18 @@ struct QuantizeOptions {
 };
 
 // Replaces the weights of torch::nn::Linear layers by frozen weights of `format`, with LoRA adapters. Finds layers
-// everywhere: members of your own types, Sequential, AnyModule, ModuleList, the model itself, linear nodes of an
-// ExportedModule. No module changes its type. `weight` becomes a read-only stand-in for the decoded values. forward()
-// of a Linear also adds the adapter's result. Returns the layers' names, in order.
+// everywhere: members of a program's own modules, Sequential, AnyModule, ModuleList, the model itself, linear nodes of
+// an ExportedModule. No module changes its type. `weight` becomes a read-only stand-in for the decoded values.
+// forward() of a Linear also adds the adapter's result. Returns the layers' names, in order.
 //
 //   tessera::quantize_linears(*model, {.lora = {.rank = 16}});
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = ...});
 //   torch::optim::AdamW optimizer(fsdp.parameters(), 1e-4);  // frozen parameters have no gradients
 //
-// The parameters become "<layer>.weight", frozen ([encoded_bytes()] uint8; kFull: unchanged), and "<layer>.lora_a",
-// [rank, in], and "<layer>.lora_b", [out, rank], in the weight's dtype. They are sharded, gathered and saved like other
-// parameters. Call once, before wrapping, with the model on the training device. lora_a is random, and lora_b is zero.
-// If sync_module_states is false, all ranks must therefore use equal seeds.
+// The parameters become "<layer>.weight", frozen (1-D uint8: the encoded values; kFull: unchanged), and
+// "<layer>.lora_a", [rank, in], and "<layer>.lora_b", [out, rank], in the weight's dtype. They are sharded, gathered
+// and saved like other parameters. Must be called once, before wrapping, with the model on the training device. lora_a
+// is random, and lora_b is zero. If sync_module_states is false, all ranks must therefore use equal seeds.
 //
 // If called inside deferred() after the model is built, allocates no memory. Wrapping the model then reads and
 // quantizes one weight at a time. If each rank reads the weights itself (load_exported()), they may also be quantized

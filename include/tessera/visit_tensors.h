@@ -12,7 +12,7 @@
 // Functions that visit the tensors in the arguments and results of a module. Tessera uses them to cast inputs, to
 // recompute activations in backward, and to find used parameters.
 //
-// They find tensors in vectors (any range), arrays, tuples, pairs, optionals, maps, unordered maps and
+// These functions find tensors in vectors (any range), arrays, tuples, pairs, optionals, maps, unordered maps and
 // torch::OrderedDict. A program's own struct is opaque until the program declares the members to visit, in the struct's
 // namespace. The members may have any supported type:
 //

@@ -17,13 +17,13 @@ class ConvertedInputs {
   void copy_changes() const;
   // Returns the caller's tensor if `tensor` is a converted copy, otherwise `tensor` itself.
   at::Tensor own_of(const at::Tensor& tensor) const;
-  // Returns whether two lists have the same tensors in the same order.
+  // Returns whether two lists have the same tensor objects in the same order.
   static bool are_same(const std::vector<at::Tensor>& some, const std::vector<at::Tensor>& others);
 
  private:
   struct Input {
     at::Tensor own, given;
-    int64_t version;  // version of `given` before forward
+    int64_t version;  // autograd's version counter of `given` before forward
   };
   std::vector<Input> inputs_;
 };

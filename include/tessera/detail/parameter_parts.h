@@ -10,12 +10,12 @@
 
 namespace tessera::internal {
 
-// For each tensor of an optimizer: the parameter to which it belongs, and the ranks that have the parameter's other
-// parts. For optimizers that are not elementwise.
+// Knows for each tensor of an optimizer the parameter to which it belongs, and the ranks that hold the parameter's
+// other parts. For optimizers that are not elementwise.
 class ParameterParts {
  public:
   ParameterParts() = default;  // without a wrapper: every tensor is a whole parameter
-  // With a wrapper, whose parameters() must include every tensor. Collective over model.comm(): one small all-gather.
+  // With a wrapper: every tensor must be in model.parameters(). Collective over model.comm(): one small all-gather.
   explicit ParameterParts(const ModelShards& model);
 
   // Without a wrapper, throws std::invalid_argument for a shard. With a wrapper, the call is collective, and throws

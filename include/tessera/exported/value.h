@@ -15,31 +15,32 @@ namespace tessera {
 
 // An input or output of an exported Python module: a tensor, a number, a text, None, or a structure of these. Lists and
 // tuples are sequences. Dictionaries, named tuples and result classes (transformers' ModelOutput) have named elements.
-// Every wrapper and checkpointed() support this type (include/tessera/visit_tensors.h). If a value is not of the kind
-// that an accessor expects, the accessor throws std::invalid_argument with the actual kind.
+// Every wrapper and checkpointed() support this type (include/tessera/visit_tensors.h). Constructors are implicit, so
+// that forward() accepts plain values. If a value is not of the kind that an accessor expects, the accessor throws
+// std::invalid_argument with the actual kind.
 class ExportedValue {
  public:
-  ExportedValue() = default;                                      // None
-  ExportedValue(std::nullopt_t) {}                                // NOLINT(google-explicit-constructor): None
-  ExportedValue(at::Tensor tensor);                               // NOLINT: an undefined tensor makes None
-  ExportedValue(std::string text) : value_(std::move(text)) {}    // NOLINT(google-explicit-constructor)
-  ExportedValue(const char* text) : value_(std::string(text)) {}  // NOLINT(google-explicit-constructor)
-  ExportedValue(bool value) : value_(value) {}                    // NOLINT(google-explicit-constructor)
+  ExportedValue() = default;                                      // makes None
+  ExportedValue(std::nullopt_t) {}                                // NOLINT(google-explicit-constructor): for forward()
+  ExportedValue(at::Tensor tensor);                               // NOLINT: for forward(); None if undefined
+  ExportedValue(std::string text) : value_(std::move(text)) {}    // NOLINT(google-explicit-constructor): for forward()
+  ExportedValue(const char* text) : value_(std::string(text)) {}  // NOLINT(google-explicit-constructor): for forward()
+  ExportedValue(bool value) : value_(value) {}                    // NOLINT(google-explicit-constructor): for forward()
   template <std::integral Number>
     requires(!std::same_as<Number, bool>)
-  ExportedValue(Number value) : value_(static_cast<int64_t>(value)) {}  // NOLINT(google-explicit-constructor)
+  ExportedValue(Number value) : value_(static_cast<int64_t>(value)) {}  // NOLINT(google-explicit-constructor): as above
   template <std::floating_point Number>
-  ExportedValue(Number value) : value_(static_cast<double>(value)) {}  // NOLINT(google-explicit-constructor)
-  ExportedValue(std::vector<ExportedValue> elements);                  // NOLINT(google-explicit-constructor)
+  ExportedValue(Number value) : value_(static_cast<double>(value)) {}  // NOLINT(google-explicit-constructor): as above
+  ExportedValue(std::vector<ExportedValue> elements);                  // NOLINT(google-explicit-constructor): as above
   // Makes a sequence of the converted elements.
   template <class Value>
     requires std::convertible_to<Value, ExportedValue> && (!std::same_as<Value, ExportedValue>)
-  ExportedValue(const std::vector<Value>& elements)  // NOLINT(google-explicit-constructor)
+  ExportedValue(const std::vector<Value>& elements)  // NOLINT(google-explicit-constructor): for forward()
       : ExportedValue(std::vector<ExportedValue>(elements.begin(), elements.end())) {}
   // Makes None from an empty optional; otherwise converts the value.
   template <class Value>
     requires std::convertible_to<Value, ExportedValue>
-  ExportedValue(const std::optional<Value>& value) {  // NOLINT(google-explicit-constructor)
+  ExportedValue(const std::optional<Value>& value) {  // NOLINT(google-explicit-constructor): for forward()
     if (value) *this = ExportedValue(*value);
   }
 

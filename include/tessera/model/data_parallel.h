@@ -104,9 +104,10 @@ class DataParallel : public ModelShards {
   virtual const torch::nn::Module& wrapped_module() const = 0;
 };
 
-// A training step that the device replays as one CUDA graph, with one launch by the host. The graph has forward,
-// backward, clipping, and the step of tessera::Adam, AdamW and SGD, also under OSS. Other optimizers step eagerly.
-// Replays use the current learning rates, step counts and loaded checkpoints. Some changes are refused (docs/gpu.md).
+// A training step that the device replays as one CUDA graph, with one launch by the host. The graph contains forward,
+// backward, clipping, and the steps of tessera::Adam, AdamW and SGD, also under OSS. Other optimizers step outside the
+// graph. Replays use the current learning rates, step counts and loaded checkpoints. Some changes are refused
+// (docs/gpu.md).
 //
 //   tessera::CapturedStep step(fsdp, optimizer, [&](const auto& in) { return torch::mse_loss(fsdp(in[0]), in[1]); });
 //   for (auto& batch : batches) at::Tensor loss = step({batch.x, batch.y});

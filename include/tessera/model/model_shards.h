@@ -29,7 +29,7 @@ struct NamedShard {
 };
 
 // The state of a wrapped model under the module's own names, for code that is independent of the wrapper (checkpoints).
-// Not collective.
+// No function is collective.
 class ModelShards {
  public:
   // The part of one parameter that a rank holds.
@@ -46,7 +46,7 @@ class ModelShards {
   // have changed. Throws std::logic_error, naming the unit, if a scope with SummonOptions::writeback = false will drop
   // changes. Also throws it, naming the parameter, if a parameter was registered after wrapping.
   virtual std::vector<NamedShard> shards_to_save() const { return named_shards(); }
-  // Returns, for each of named_shards(), the part that `rank` of comm() holds. Does not communicate. Throws
+  // Returns the part of each of named_shards() that rank `rank` of comm() holds. Does not communicate. Throws
   // std::logic_error if parameters are sharded and the wrapper does not override this function.
   virtual std::vector<HeldPart> held_by(int rank) const;
   std::vector<at::Tensor> parameters() const;  // the leaf tensors of named_shards(), for an optimizer

@@ -74,7 +74,7 @@ class Ema : public ModelShards {
     NamedShard shard;                 // the parameter, with its strides at construction
     Range part;                       // elements of `shard.held` that this rank averages
     std::vector<int64_t> part_numel;  // size of `part` on each rank of replicas_; empty without replicas
-    at::Tensor values;                // [part.numel()]
+    at::Tensor values;                // averages of these elements: [part.numel()]
   };
   static bool is_whole(const Average& average);
   static at::Tensor elements(const Average& average);

@@ -24,9 +24,9 @@ class Lamb : public torch::optim::Optimizer {
   explicit Lamb(std::vector<torch::optim::OptimizerParamGroup> groups, torch::optim::AdamWOptions defaults = {});
   explicit Lamb(std::vector<at::Tensor> parameters, torch::optim::AdamWOptions defaults = {});
 
-  // Accepts the shards of FullyShardedDataParallel. The groups must be equal and in the same order on all ranks. Also
-  // throws std::invalid_argument for tensors that are not in model.named_shards(). Construction and step() are
-  // collective over model.comm().
+  // Accepts the parameters of a wrapper, such as the shards of FullyShardedDataParallel. The groups must be equal and
+  // in the same order on all ranks. Also throws std::invalid_argument for tensors that are not in model.named_shards().
+  // Construction and step() are collective over model.comm().
   Lamb(const ModelShards& model, std::vector<torch::optim::OptimizerParamGroup> groups,
        torch::optim::AdamWOptions defaults = {});
   explicit Lamb(const ModelShards& model, torch::optim::AdamWOptions defaults = {});

@@ -18,10 +18,10 @@ struct LbfgsOptions : internal::ListedOptions<LbfgsOptions> {
 
   explicit LbfgsOptions(double lr = 1) : lr_(lr) {}  // `lr`: the learning rate
 
-  TORCH_ARG(double, lr) = 1;                   // the learning rate
-  TORCH_ARG(int64_t, max_iter) = 20;           // upper limit of iterations in one step()
-  TORCH_ARG(int64_t, max_eval) = 0;            // limit of closure calls, checked per iteration; 0: 5 / 4 of max_iter
-  TORCH_ARG(double, tolerance_grad) = 1e-7;    // stops if no absolute value of the gradient is above this
+  TORCH_ARG(double, lr) = 1;                 // the learning rate
+  TORCH_ARG(int64_t, max_iter) = 20;         // upper limit of iterations in one step()
+  TORCH_ARG(int64_t, max_eval) = 0;          // limit of closure calls, checked once per iteration; 0: 5 / 4 of max_iter
+  TORCH_ARG(double, tolerance_grad) = 1e-7;  // stops if no absolute value of the gradient is above this
   TORCH_ARG(double, tolerance_change) = 1e-9;  // stops if the loss or the parameters change by less than this
   TORCH_ARG(int64_t, history_size) = 100;      // number of remembered steps, 1 to 100
   TORCH_ARG(bool, strong_wolfe) = false;       // true: line search; false: steps of length lr

@@ -58,9 +58,10 @@ struct StepInBackwardOptions {
 // values before that backward. If a disk prevents this, the next finish() tries again.
 class StepInBackward {
  public:
-  // `source` and `optimizer` must outlive this object. Throws std::invalid_argument for `speculative` without max_norm
-  // or without revocable_steps(), and for processors that this process may not use. Also throws std::invalid_argument
-  // if the optimizer's class is derived from one of Tessera's, because a step() of the derived class would be bypassed.
+  // `source` and `optimizer` must outlive this object. Throws like GradientSource::on_gradients(). Throws
+  // std::invalid_argument for `speculative` without max_norm or without revocable_steps(), and for processors that this
+  // process may not use. Also throws std::invalid_argument if the optimizer's class is derived from one of Tessera's,
+  // because a step() of the derived class would be bypassed.
   StepInBackward(internal::GradientSource& source, PartialStep& optimizer, StepInBackwardOptions options = {});
   // Rolls back speculative steps that finish() has not confirmed.
   ~StepInBackward();
@@ -106,7 +107,7 @@ class StepInBackward {
     int64_t elements = 0;
     double seconds = 0;
   };
-  HostSteps host_steps_;                               // since finish(); the worker writes it
+  HostSteps host_steps_;                               // work since finish(); the worker writes it
   std::vector<std::future<void>> steps_;               // steps since finish()
   const std::unique_ptr<internal::TaskQueue> worker_;  // declared after the members that its tasks use
   std::optional<ScopeExit> subscription_;

@@ -19,8 +19,9 @@ struct SummonOptions {
   // true: only rank 0 unshards parameters; on other ranks, an operator that uses a parameter throws std::logic_error.
   // Requires writeback = false, because other ranks could not update their shards.
   bool rank0_only = false;
-  // true: full parameters are in host memory, and an accelerator holds only one full flat parameter at a time.
-  // Parameters may be read and changed, but forward() in the scope throws std::logic_error. No effect on CPUs.
+  // true: full parameters are in host memory, and an accelerator holds only one full flat parameter (all or part of a
+  // unit) at a time. Parameters may be read and changed, but forward() in the scope throws std::logic_error. No effect
+  // on CPUs.
   bool offload_to_cpu = false;
   // Names of the units to unshard, as describe() prints them: "blocks.3", "(root)". Empty: all units. If not named, a
   // unit is unsharded when an operator uses it.
@@ -65,8 +66,8 @@ struct MixedPrecision {
 // Shards parameters within groups of ranks, and replicates them across groups (FSDP1's HYBRID_SHARD, FSDP2's 2-D mesh).
 struct HybridSharding {
   // The number of consecutive ranks that share one copy of the model. Must divide the world size. All-gathers and
-  // reduce-scatters stay within a copy. Each rank's part of the gradients is then averaged over the copies. 0: all
-  // ranks share one copy.
+  // reduce-scatters stay within a copy. Each rank's part of the gradients is then averaged over the ranks of other
+  // copies that hold the same part. 0: all ranks share one copy.
   int ranks_per_copy = 0;
   // The number n of consecutive ranks, usually those of a host, that together keep a secondary copy of the parameters:
   // 1/n on each rank, from forward to the end of backward (ZeRO++'s hpZ; FSDP2's reshard_after_forward = n). Backward,

@@ -34,7 +34,7 @@ struct DecoderOptions {
   bool input_bias = false;      // Llama: biases for queries, keys and values, as in Qwen2
   bool head_norms = false;      // Llama: norms of each head's query and key, as in Qwen3
   bool mlp_bias = false;        // Llama: biases in the MLP
-  std::string left_out = {};    // text: features of the config file that the plan omits
+  std::string left_out = {};    // features of the config file that the plan omits, as text
 };
 
 // Parses "gpt:layers=80,width=8192,heads=64" or "llama:...". The text may set fields of DecoderOptions, some by short

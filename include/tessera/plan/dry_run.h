@@ -34,11 +34,11 @@ class RunScope {
   RunScope(const RunScope&) = delete;
   RunScope& operator=(const RunScope&) = delete;
 
-  // The communicator with which the model must be built.
+  // Returns the communicator with which the model must be built.
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
   int steps() const { return steps_; }                    // number of steps to run
   void end_step();                                        // must be called after make_model() and each step
-  void name_parameters(const torch::nn::Module& module);  // names the modules of operators in the record
+  void name_parameters(const torch::nn::Module& module);  // lets operators of the record name their modules
   RunRecord finish();                                     // must be called while the model exists
 
  private:
@@ -52,7 +52,7 @@ class RunScope {
   std::unique_ptr<Recording> recording_;
 };
 
-// Returns the module that make_model() made. `model` may be a wrapper, a pointer or a module holder. For any other
+// Returns the module in `model`, the result of make_model(): a wrapper, a pointer or a module holder. For any other
 // type, returns null, and operators in the record name no module.
 template <class Model>
 const torch::nn::Module* module_in(Model& model) {

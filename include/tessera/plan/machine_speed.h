@@ -35,7 +35,7 @@ class SpeedCurve {
 // limits matrix products with a small dimension. For operators without FLOP, work is bytes.
 struct OperatorSpeed {
   double flop_per_byte = 0;
-  SpeedCurve curve{};  // seconds by work
+  SpeedCurve curve{};  // maps work to seconds
 
   // Returns the work of an operator with these FLOP and bytes.
   double work_of(double flop, double bytes) const { return flop > 0 ? flop + flop_per_byte * bytes : bytes; }
@@ -44,7 +44,7 @@ struct OperatorSpeed {
 // The class of an operator, which selects its speed curve: over FLOP or, for kMemory, over bytes read and written.
 enum class WorkClass : uint8_t { kMatmul, kConvolution, kAttention, kMemory };
 inline constexpr size_t kWorkClasses = 4;
-WorkClass work_class_of(const RecordedOperator& op);  // by the operator's name and FLOP
+WorkClass work_class_of(const RecordedOperator& op);  // chosen by the operator's name and FLOP
 const char* name_of(WorkClass work);                  // the name in speed files: "matmul"
 
 // The link between ranks of a group: the latency of a message, and the bytes that each rank sends per second.
@@ -84,7 +84,8 @@ struct MachineSpeed {
 
   double seconds_of(const RecordedOperator& op) const;  // the operator's time if no communication runs at the same time
 
-  // If an operator's speed is missing, throws std::invalid_argument with its name. time_of() checks the links.
+  // Throws std::invalid_argument, which names the missing speed, unless the speeds of matrix products and of memory are
+  // known. time_of() checks the speeds of links.
   void check() const;
 };
 

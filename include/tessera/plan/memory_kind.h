@@ -20,7 +20,7 @@ enum class MemoryKind : uint8_t {
   kHost,         // offload: host memory, page-locked for accelerators
   kDisk,         // offload: bytes of files on disk, not memory
   kTransport,    // a communicator's own memory during operations
-  kScratch,      // allocated and freed inside one operator
+  kScratch,      // memory that one operator allocates and frees
 };
 inline constexpr size_t kMemoryKinds = 14;
 

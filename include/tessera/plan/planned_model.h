@@ -33,7 +33,7 @@ class PlannedModel {
   virtual int64_t tokens_of_rank() const = 0;
   // Returns the source text of the wrap policy for these units; "" for no policy.
   virtual std::string policy_text(UnitChoice units) const = 0;
-  // Returns a description of the training data; "" if the model's own description covers it.
+  // Returns a note for the plan: the inputs and the loss, or features that the plan omits; "" if there is none.
   virtual std::string description() const { return ""; }
 
  protected:
