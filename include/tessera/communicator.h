@@ -172,8 +172,9 @@ class Communicator : public internal::CommunicatorBackend {
   // group.
   std::shared_ptr<Communicator> split(int color, int key = 0);
 
-  // Like split(), with the color color_of(rank), 0 or more, for each rank of this group. Members keep their order. One
-  // small all-reduce checks that all ranks compute equal colors. If they do not, all ranks throw std::invalid_argument.
+  // Like split(), with the color color_of(rank) for each rank of this group; colors must be 0 or more. Members keep
+  // their order. One small all-reduce checks that all ranks compute equal colors. If they do not, all ranks throw
+  // std::invalid_argument.
   std::shared_ptr<Communicator> split_by(const std::function<int(int rank)>& color_of);
 
   // Returns the members as text: "ranks 0, 2 of 4"; "" for the group of all ranks.

@@ -54,8 +54,8 @@ class SingleThreadChecker;
 
 // The base class of OSS, independent of the optimizer's class: a torch::optim::Optimizer that has the groups of all
 // ranks' parameters. step() updates the parameters that this rank owns, and then publishes them to all ranks. state()
-// holds the states of owned parameters. Must be used by one thread at a time. During a call that changes this object,
-// such a call by a second thread throws std::logic_error, and the first call continues.
+// holds the states of owned parameters. Must be used by one thread at a time. If a second thread makes a call that
+// changes this object during another such call, the second call throws std::logic_error, and the first call continues.
 class ShardedOptimizer : public torch::optim::Optimizer, public internal::OptimizerShards, public Averages {
  public:
   ~ShardedOptimizer() override;

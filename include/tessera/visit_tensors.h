@@ -49,7 +49,8 @@ concept IsNumber = std::is_arithmetic_v<Value> || std::is_enum_v<Value>;
 template <class Value>
 concept IsPlain = IsNumber<Value> || std::convertible_to<const Value&, std::string_view> ||
                   requires { requires IsNumber<typename Value::value_type>; };
-// Ranges of references, not of proxies. Excludes ranges of their own type, such as JSON values and paths.
+// Ranges of references, not of proxies. Excludes ranges whose elements have the type of the range, such as JSON values
+// and paths.
 template <class Value>
 concept IsRange = requires(Value& value) {
   value.begin() != value.end();

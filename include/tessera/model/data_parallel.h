@@ -60,8 +60,8 @@ torch::OrderedDict<std::string, at::Tensor> defined_buffers(const torch::nn::Mod
 // The interface of all wrappers for training loops. forward() is in the derived classes.
 //
 // Must be used by one thread at a time. If a second thread calls forward() or clip_grad_norm_() while the first is in
-// one of these calls or in backward, that call throws std::logic_error, and the first thread continues. On CPUs this
-// also holds for a second backward. Some other calls are checked, too, but not all.
+// one of these calls or in backward, the second thread's call throws std::logic_error, and the first thread continues.
+// On CPUs this also holds for a second backward. Some other calls are checked, too, but not all.
 class DataParallel : public ModelShards {
  public:
   // While the scope exists, backward adds up this rank's own full gradients of all parameters. The next backward
