@@ -44,6 +44,7 @@ std::string text_of(const std::exception_ptr& exception);
 // The reason that a group publishes if it is destroyed by stack unwinding, where the exception's text is unknown.
 inline constexpr char kUnwound[] = "an exception ended its use of the group";
 
+// Makes a group that a child of fork() never destroys.
 template <class Group, class... Args>
 std::shared_ptr<Group> make_group(Args&&... args) {
   return std::shared_ptr<Group>(new Group(std::forward<Args>(args)...), [process = GroupProcess()](Group* group) {

@@ -19,8 +19,8 @@ class StoreThread;
 // Returns the store below all prefix wrappers.
 c10d::Store& underlying(c10d::Store& store);
 
-// Opens a TCPStore that does not wait for other ranks. Its threads block SIGPIPE. This function looks up names with
-// short timeouts.
+// Opens a TCPStore without waiting for other ranks. Its threads block SIGPIPE. Looks up names with short timeouts
+// (ShortNameLookups).
 c10::intrusive_ptr<c10d::TCPStore> open_tcp_store(const std::string& host, c10d::TCPStoreOptions options);
 
 // A store whose wait() polls until it has all keys, so that it does not block other calls. Throws c10::Error after the

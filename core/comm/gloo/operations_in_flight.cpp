@@ -47,7 +47,6 @@ void OperationsInFlight::remove(OperationResources& operation, bool may_complete
   std::lock_guard lock(mutex_);
   operations_.erase(&operation);
   if (is_closed_) return;
-  // Completes the messages that need no wait, because this rank may leave the group next.
   if (may_complete)
     std::erase_if(operation.messages, [](const auto& message) { return message->complete_without_waiting(); });
   if (operation.messages.empty()) operation.staging.clear();

@@ -71,8 +71,8 @@ class ReductionPipeline {
   bool is_over_ = false;  // completed without a failure; guarded by PipelineThread::mutex_
 };
 
-// The thread that runs a group's pipelines, in the order of add(). The thread waits for messages without a deadline,
-// but wait() has a deadline.
+// The thread that runs a group's pipelines, in the order of add(). It waits for messages without a deadline; the
+// callers of wait() have a deadline.
 class PipelineThread : public InterruptibleWait {
  public:
   using Deadline = TransportMessage::Deadline;

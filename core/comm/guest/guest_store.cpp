@@ -30,7 +30,7 @@ class MemoryStore : private MemoryFile, public c10d::FileStore {
   c10::intrusive_ptr<c10d::Store> clone() override { return c10::make_intrusive<MemoryStore>(duplicate()); }
 };
 
-// Returns a store in a file in memory, or null if not all ranks can open the file.
+// Returns a store in a memory file, or null if not all ranks can open the file.
 c10::intrusive_ptr<c10d::Store> share_memory_store(const TextExchange& exchange, const std::string& who, int rank) {
   MemoryFile file;
   const auto notices = exchange_or_fail(exchange, who, [&] {

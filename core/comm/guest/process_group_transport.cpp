@@ -40,7 +40,7 @@ bool is_missing(const std::string& error) {
   return std::ranges::any_of(kTexts, [&](const char* text) { return error.find(text) != std::string::npos; });
 }
 
-// Awaits works of the process group in order, and then runs a function.
+// Awaits the c10d::Work objects of one message or collective, in order, and then calls `complete`.
 class WorkMessage : public TransportMessage {
  public:
   WorkMessage(std::vector<Work> works, Tensors tensors, std::function<void()> complete, int peer, bool is_send)
@@ -61,7 +61,7 @@ class WorkMessage : public TransportMessage {
     for (const Work& work : works_) {
       try {
         work->abort();
-      } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): most works cannot be aborted
+      } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): most works cannot be aborted; wait() polls
       }
     }
   }

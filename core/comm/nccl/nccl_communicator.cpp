@@ -106,7 +106,7 @@ class NcclCommunicator : public Communicator,
     if (options_.is_borrowed) return;
     try {
       group_->shutdown();
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): all operations have completed
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): all operations have completed, so none is lost
     }
   }
 
@@ -414,7 +414,7 @@ void NcclCommunicator::end(std::string reason, bool is_complete) noexcept {
   queue_.complete_end(is_complete ? reason : "the group is broken since: " + reason, /*is_told=*/is_complete);
   try {
     group_->abort();
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the group is broken already
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the group has ended even if abort() failed
   }
 }
 

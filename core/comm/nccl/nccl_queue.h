@@ -16,7 +16,7 @@
 
 namespace tessera::internal {
 
-// The operations of an NCCL group, which a device runs in the order in which they are started. Also tracks the end of
+// The unfinished operations of an NCCL group, which a device runs in the order of their start. Also tracks the end of
 // the group: begin_end() begins the end, and complete_end() sets its reason. Thread-safe.
 class NcclQueue {
  public:
@@ -42,7 +42,7 @@ class NcclQueue {
 
   // Blocks for the duration, and returns true. Returns false as soon as `stop` is requested.
   bool sleep(const std::stop_token& stop, std::chrono::milliseconds duration);
-  // Wakes wait_until_empty().
+  // Makes wait_until_empty() check the queue again, after look() has removed operations.
   void notify();
   // Blocks until the queue is empty or the group has ended.
   void wait_until_empty();

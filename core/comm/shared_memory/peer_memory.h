@@ -60,7 +60,7 @@ class PeerMemory {
 
   // Finds, through the store, the ranks of this host that want to take part (`is_wanted`). Connects them if all of them
   // reach each other's memory; otherwise, or if this rank is the only one, returns null. Collective. `is_wanted` and
-  // `permits_tracing` may differ between ranks.
+  // `permits_tracing` may differ between ranks. Throws std::exception if a rank is missing after `timeout`.
   static std::unique_ptr<PeerMemory> connect(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
                                              bool is_wanted, bool permits_tracing = false);
   ~PeerMemory();

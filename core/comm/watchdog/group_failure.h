@@ -11,12 +11,12 @@ namespace tessera::internal {
 // The failure of a group, as known to this rank. Thread-safe.
 class GroupFailure {
  public:
-  // Returns the reason why waits of this rank end; "" if none is known.
+  // Returns the reason why the waits of this rank cannot complete; "" if none is known.
   std::string explanation() const {
     std::lock_guard lock(mutex_);
     return explanation_;
   }
-  // Keeps only the first explanation. `is_published` says whether all ranks can read the failure.
+  // Sets the explanation, unless one is known. `is_published` says whether all ranks can read the failure in the store.
   void explain(const std::string& explanation, bool is_published) {
     std::lock_guard lock(mutex_);
     if (explanation_.empty()) explanation_ = explanation;

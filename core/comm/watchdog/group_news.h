@@ -23,7 +23,7 @@ class GroupNews {
       : store_(std::move(store)), rank_(rank), size_(size), serves_store_(serves_store) {}
 
   bool serves_store() const { return serves_store_; }
-  // Whether no rank of a group needs the store; does not count rank 0 if its process serves the store (`serves_store`).
+  // Whether no rank of a group needs the store any more, not counting rank 0 if its process serves it (`serves_store`).
   static bool have_all_left(c10d::Store& store, int size, bool serves_store);
 
   void publish_failure(const std::string& reason);

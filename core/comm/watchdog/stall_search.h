@@ -56,7 +56,7 @@ class StallSearch {
 // Compares `own`, the operations of this `rank`, with `published`, those of another rank. Returns an error text about
 // the first operation number for which the descriptions differ; "" if there is none.
 std::string divergence_text(int rank, const std::deque<StartedOperation>& own, const std::string& published);
-// Returns the text in which a rank publishes its operations.
+// Returns the operations of `rank` as the text that it publishes.
 std::string published_text(int rank, const std::deque<StartedOperation>& operations);
 
 // Returns the ranks among `ranks` that are not stalled. Calls the store.

@@ -58,7 +58,7 @@ class WaitRegistry {
   // Returns whether this rank has a long wait in any group; false before a split(). Does not call the store.
   bool has_long_wait() const { return is_split() && !waits().empty(); }
 
-  // The following functions call the store, so they may block or throw. Without a split() they are no-ops or return "".
+  // The next four functions call the store, so they may block or throw. Without a split() they are no-ops or return "".
   void show();               // publishes the long waits of this rank, if they have changed
   std::string find_cycle();  // publishes and returns the text of a cycle that blocks this rank; "" if none
   // Returns the published text of a cycle that includes the wait for operation `sequence` of `group`; "" if none.
