@@ -55,7 +55,7 @@ class Variables {
     return std::nullopt;
   }
 
-  // Returns a number in [low, high], or nullopt if the variable is not set.
+  // Returns the variable's number; nullopt if it is not set. Throws std::invalid_argument if it is not in [low, high].
   std::optional<int> number(const char* name, int low, int high) const {
     const auto value = text(name);
     if (!value) return std::nullopt;

@@ -10,7 +10,7 @@ namespace tessera::internal {
 // Launchers' names, for LaunchEnvironment::launcher.
 inline constexpr const char* kTorchrun = "torchrun";
 inline constexpr const char* kSpawnLocal = "spawn_local";
-inline constexpr const char* kByHand = "RANK and WORLD_SIZE";  // variables that are set without torchrun
+inline constexpr const char* kByHand = "RANK and WORLD_SIZE";  // these variables, set without torchrun
 
 // The group of this process according to its launcher. A value type, read once from the environment.
 struct LaunchEnvironment {

@@ -27,8 +27,8 @@ std::string try_connect(const std::string& host, int port, int timeout_ms);
 // Returns an identifier of this host: its name and boot ID.
 std::string host_and_boot();
 
-// Returns the address of the network interface that GLOO_SOCKET_IFNAME names; "" if the variable is not set. Throws
-// std::invalid_argument if there is no such interface.
+// Returns the address of the network interface that GLOO_SOCKET_IFNAME names; "" if the variable is not set. Throws as
+// interface_address() does.
 std::string named_address();
 
 // Returns an address of this host that other hosts can reach. This is named_address() if it is not "", or else the

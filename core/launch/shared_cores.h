@@ -5,7 +5,7 @@
 
 namespace tessera::internal {
 
-// Implements ProcessSetup::share_cores. Thread-safe.
+// Implements ProcessSetup::share_cores on a host, or in a container, with `cores` cores. Thread-safe.
 void share_cores(const LaunchEnvironment& environment, int cores = available_cores());
 
 // Restores the number of threads that share_cores() has changed, unless the program has changed it since.

@@ -8,7 +8,7 @@
 namespace tessera::internal {
 
 struct Survival {
-  int least_ranks = 1;                                        // ranks are ended if fewer run, restart or have succeeded
+  int least_ranks = 1;                                        // all are ended if fewer run, restart or have succeeded
   int restarts = 0;                                           // largest number of restarts of each rank
   std::map<std::string, std::string> variables = {};          // added to the environment of all ranks
   std::map<std::string, std::string> restart_variables = {};  // added for restarted ranks only
