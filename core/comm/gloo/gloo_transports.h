@@ -32,7 +32,7 @@ class GlooTransports {
   // Whether operations on full tensors of this size move no data until they are awaited.
   bool are_lazy(int64_t full_numel) const { return !by_peer_.empty() && full_numel > max_eager_numel_; }
 
-  // Each of these functions calls the Transport function of the same name on every transport.
+  // Each of these functions calls the Transport function of the same name on the transports, and combines the results.
   int ended_rank() const;
   bool withdraw() noexcept;
   void disconnect() noexcept;

@@ -103,7 +103,7 @@ class PeerMemory {
   void interrupt();
   void clear_interrupt() { interrupted_.store(false); }
 
-  // SharedRounds uses these functions, because it waits on the same board.
+  // These functions are for SharedRounds, which waits on the same board.
   const std::shared_ptr<SharedBoard>& board() const { return board_; }
   bool is_interrupted() const { return interrupted_.load(); }
   bool has_left(int peer) const { return member(peer).has_left.load() != 0; }  // the peer accesses no memory any more

@@ -18,7 +18,6 @@ inline constexpr char kNcclWatchKeys[] = "watch";  // prefix of the keys of an N
 // the store. All functions call the store, so they may block, and throw if the store is lost. Thread-safe.
 class GroupNews {
  public:
-  // `serves_store` says whether this process serves the store.
   GroupNews(c10::intrusive_ptr<c10d::Store> store, int rank, int size, bool serves_store)
       : store_(std::move(store)), rank_(rank), size_(size), serves_store_(serves_store) {}
 
@@ -27,7 +26,7 @@ class GroupNews {
   static bool have_all_left(c10d::Store& store, int size, bool serves_store);
 
   void publish_failure(const std::string& reason);
-  // Returns whether this is the first call by any rank of the group.
+  // Returns whether this is the first call by any rank of the group. The first caller reports the end of its process.
   bool is_first_to_tell() { return store_->add("tessera/told", 1) == 1; }
   // Returns the first four failures, in the order in which they were published; "" if there are none.
   std::string read_failures() const;

@@ -19,6 +19,7 @@ namespace tessera::internal {
 // if the store is lost. Must be used by one thread.
 class StallSearch {
  public:
+  // `news` and `place` must outlive this object.
   StallSearch(c10::intrusive_ptr<c10d::Store> store, int rank, GroupNews& news, const WaitRegistry::Place& place)
       : store_(std::move(store)), rank_(rank), news_(news), place_(place) {}
 

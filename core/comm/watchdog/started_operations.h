@@ -22,7 +22,7 @@ class StartedOperations {
  public:
   // A wait that takes longer is a stall.
   static constexpr std::chrono::seconds kStallsAfter{1};
-  // Number of recent operations to keep. It exceeds the number in flight, so older operations have ended on all ranks.
+  // Number of recent operations to keep: more than are usually in flight, so older operations have ended on all ranks.
   static constexpr size_t kMostRecent = 64;
 
   void add(uint64_t sequence, std::string description);

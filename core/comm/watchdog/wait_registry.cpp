@@ -45,7 +45,7 @@ bool WaitRegistry::is_split() const {
   return is_split_;
 }
 
-// Reads the waits before the progress: if a wait ends in between, started_count may grow, which can only hide a cycle.
+// Reads the waits before progress(): if a wait ends in between, started_count may grow, which can only hide a cycle.
 std::vector<GroupWait> WaitRegistry::waits() const {
   std::vector<std::shared_ptr<Group>> groups;
   {
