@@ -20,7 +20,7 @@ class CountedBuffers {
   CountedBuffers(at::Device device, MemoryKind kind, Memory memory = nullptr);
 
   // Returns a buffer [numel], 64-byte aligned. Its bytes count until the last reference to its storage is destroyed, on
-  // any thread. On a device with streams, the current stream must at that time be ordered after the last use.
+  // any thread. On a device with streams, that thread's current stream must then be ordered after the last use.
   at::Tensor take(int64_t numel, at::ScalarType dtype);
 
   int64_t lent_bytes() const;

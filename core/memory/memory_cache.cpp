@@ -213,8 +213,8 @@ bool MemoryCache::unmap_freed(const Block& block) {
 }
 
 // If over half of a memory limit is needed, marks idle blocks MADV_FREE, now and whenever a block becomes idle. Else
-// stops marking, which costs as much as writing a tenth of the block (with small pages, all). Returns the memory that
-// all limits leave.
+// stops marking, because a mark costs as much as writing a tenth of the block (all, if pages are small). Returns the
+// memory that all limits leave.
 int64_t MemoryCache::look_at_limits() {
   int64_t left_bytes = INT64_MAX, left_of_half_bytes = INT64_MAX;
   for (const MemoryLimit& limit : pressure_.limits) {
@@ -312,7 +312,7 @@ std::atomic<MemoryCache*> process_cache{nullptr};
 
 void free_memory(void* memory) {
   MemoryCache* const cache = process_cache;
-  // malloc puts a header before its blocks, so page-aligned memory is rarely malloc's.
+  // Blocks are page-aligned. malloc's memory rarely is, because a header precedes it. So give() is rarely in vain.
   const bool may_be_block = cache != nullptr && reinterpret_cast<uintptr_t>(memory) % page_bytes() == 0;
   if (!may_be_block || !cache->give(memory)) return c10::GetDefaultCPUAllocator()->raw_deleter()(memory);
   c10::profiledCPUMemoryReporter().Delete(memory);
@@ -377,9 +377,9 @@ MemoryCacheStats memory_cache_stats() {
 void release_freed_memory() {
   if (MemoryCache* const cache = process_cache) cache->release(rank_of_thread);
 #ifdef __GLIBC__
-  // After it frees a block below 32 MiB, glibc keeps later freed blocks of that size; malloc_trim() returns them to the
-  // system. Only one thread trims at a time: if another allocator replaces malloc, glibc's malloc initializes itself
-  // here without a lock. Other threads only count a request: with a mutex instead, fork() could copy it locked.
+  // Once a block below 32 MiB was freed, glibc keeps later freed blocks up to its size. malloc_trim() returns them to
+  // the system. Only one thread trims at a time: if another allocator replaces malloc, glibc's initializes itself
+  // here without a lock. Other threads only count a request, because fork() could copy a locked mutex.
   static std::atomic<int> requests{0};
   if (requests.fetch_add(1) > 0) return;
   int seen = 0;

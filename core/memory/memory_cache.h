@@ -78,7 +78,7 @@ class MemoryCache {
     std::byte* next = nullptr;  // address of the next block
     size_t left_bytes = 0;
   };
-  // The state of the control groups' limits.
+  // The memory limits of the control groups, and how close their processes are to them.
   struct Pressure {
     const std::vector<MemoryLimit> limits;
     size_t given_bytes = 0;     // bytes freed since the last check of the limits

@@ -18,7 +18,7 @@ MemoryFile::~MemoryFile() {
 MemoryFile MemoryFile::create(const char* name) { return MemoryFile(::memfd_create(name, MFD_CLOEXEC)); }
 
 MemoryFile MemoryFile::create_fixed(const char* name, int64_t bytes) {
-  // A larger file would end the process by SIGXFSZ.
+  // A call of ftruncate() beyond this limit would end the process by SIGXFSZ.
   if (rlimit files{}; ::getrlimit(RLIMIT_FSIZE, &files) == 0 && files.rlim_cur < static_cast<rlim_t>(bytes))
     return MemoryFile();
   MemoryFile file(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));

@@ -12,7 +12,6 @@ namespace tessera::internal {
 // While this object exists, tensors that its thread makes have this kind, for record_run(). Scopes nest.
 class MemoryKindScope {
  public:
-  // Sets the kind until this object is destroyed.
   explicit MemoryKindScope(MemoryKind kind);
 
   static MemoryKind current();  // kind of this thread; kUnknown without a scope

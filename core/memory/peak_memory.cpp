@@ -20,8 +20,8 @@ using namespace internal;
 
 namespace {
 
-// Guards all accounts and the ledger. It is one mutex, so that it can be locked around fork(). Otherwise a child could
-// inherit a mutex that is locked by a thread of the parent.
+// Guards all accounts and the ledger. One mutex for all can be locked around fork(); otherwise a child could inherit a
+// mutex that a thread of the parent has locked.
 std::mutex accounts_mutex;
 
 }  // namespace
@@ -41,7 +41,7 @@ namespace {
 
 thread_local std::shared_ptr<PeakMemory::Account> account_of_thread;
 
-// Allocations of counted threads, by address: raw_deleter(), by which oneDNN's kernels free, receives nothing else.
+// The allocations of counted threads. Keyed by address, because oneDNN frees by raw_deleter(), which gets nothing else.
 class Ledger {
  public:
   void enter(void* memory, int64_t bytes, std::shared_ptr<PeakMemory::Account> account) {
