@@ -75,7 +75,7 @@ class [[nodiscard]] Copy : public OperationHandle<CopyOperation> {
   void wait() {
     if (operation() != nullptr) operation()->order();
   }
-  // Lets later work of this thread reuse the device's tensor. Does not block the host on an accelerator.
+  // Lets later work of this thread reuse the device's tensor. On an accelerator, does not block the host.
   void wait_on_device() {
     if (operation() != nullptr) operation()->order_device();
   }

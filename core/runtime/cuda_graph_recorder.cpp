@@ -38,7 +38,7 @@ class Graph : public at::cuda::CUDAGraph {
       c10::cuda::CUDACachingAllocator::endAllocateToPool(capture_dev_, mempool_id_);
       at::getHostAllocator(at::kCUDA)->end_allocate_to_pool(mempool_id_);
       capture_ended_ = true;           // so that the destructor releases the pools
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the allocators' part had not begun
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the allocators had no capture to end
     }
   }
   // Newer versions of libtorch have no flag `capturing_`: their destructor ends the generator's capture.

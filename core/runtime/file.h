@@ -68,7 +68,7 @@ class File {
   bool is_direct() const { return is_direct_; }
   int64_t bytes() const;
   void write(const void* data, int64_t bytes, int64_t position) const;
-  // Fails if the file ends earlier.
+  // Fails if the file ends before position + bytes.
   void read(void* data, int64_t bytes, int64_t position) const;
   // Opens the same file again for reading, with a separate descriptor and read-ahead; nullopt if that fails.
   std::optional<File> opened_again() const;

@@ -87,7 +87,7 @@ void tick() {
   limit.store(now + kMostGapNs);
 }
 
-// The thread's function. Returns when the clock is unused. Every wait for a deadline reads the clock or has an alarm.
+// The thread's function. Returns after kMostIdle ticks without reads or alarms: then nothing waits for a deadline.
 void run() {
   do {
     for (int idle = 0; idle < kMostIdle; std::this_thread::sleep_for(RunClock::kTick)) {

@@ -15,7 +15,7 @@ struct RunClock {
   using rep = duration::rep;
   using period = duration::period;
   using time_point = std::chrono::time_point<RunClock>;
-  static constexpr bool is_steady = true;  // NOLINT(readability-identifier-naming): the standard's name
+  static constexpr bool is_steady = true;  // NOLINT(readability-identifier-naming): std requires this name
 
   static constexpr std::chrono::milliseconds kTick{100}, kMostGap{500};
 

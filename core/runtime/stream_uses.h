@@ -13,7 +13,7 @@ namespace tessera::internal {
 // this before it uses events or memory of the device. A new thread's current device is 0, and libtorch makes that
 // device current again after it records or destroys an event. CUDA would then make a context of hundreds of MiB there.
 void make_current(c10::Device device);
-// Returns `device` with an index. An accelerator without one gets that of the current device; a CPU is unchanged.
+// Returns `device` with an index: if an accelerator has none, the current device's. Returns a CPU unchanged.
 c10::Device with_index(c10::Device device);
 // Returns this thread's current stream on `device`, which must be an accelerator.
 c10::Stream current_stream(c10::Device device);
