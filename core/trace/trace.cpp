@@ -194,7 +194,7 @@ std::string Trace::text_of(const std::vector<Span>& spans, int64_t dropped, cons
       text += line_of(name_event("process_name", pid, 0, c10::str(of_run, "rank ", span.rank)));
     }
     int line = 0;
-    // Uses the first line whose last span ends before this span begins. An earlier call may have added later spans.
+    // Uses the first line that is free: its last span, perhaps of an earlier write(), has ended when this span begins.
     if (is_in_flight(span.kind)) {
       line = span.kind == SpanKind::kGather ? kGatherLines : kReduceLines;
       for (auto used = written.lines.find({span.rank, line}); used != written.lines.end() && used->second > span.begin;)
