@@ -137,7 +137,7 @@ fs::path where_to_read_again(Communicator& comm, const fs::path& dir, const std:
   try {
     if (lock) next = lock->moved_from(dir).string();
     if (next.empty() && comm.rank() == 0 && read_manifest_text(dir) != manifest_text) next = dir.string();
-  } catch (const CheckpointError&) {  // thrown if the checkpoint was removed
+  } catch (const CheckpointError&) {  // the checkpoint was removed, so a retry cannot help
   }
   return gather_texts(comm, next, "looking at " + dir.string())[0];
 }

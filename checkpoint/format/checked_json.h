@@ -34,7 +34,7 @@ class JsonObject {
  public:
   static constexpr int64_t kMost = int64_t{1} << 62;
 
-  // Throws if `value` is not an object, lacks a `required` field, or has a field that is in neither of the two lists.
+  // Borrows `value`. Throws if it is not an object, lacks a `required` field, or has a field that is in neither list.
   JsonObject(const nlohmann::json& value, std::string where, std::initializer_list<const char*> required,
              std::initializer_list<const char*> optional = {});
 

@@ -41,7 +41,7 @@ struct RankFile {
   GeneratorStates rng;                                     // set only in file 0 of a save with generator states
   int64_t header_bytes = 0;
 
-  // Returns the tensor's slice. Throws CheckpointError if this file lacks the slice or contradicts the manifest.
+  // Returns the slice `box` of the tensor `name`. Throws CheckpointError if this file lacks it or contradicts `tensor`.
   SavedSlice slice(const std::string& name, const SavedTensor& tensor, const Box& box, int64_t block_bytes,
                    const std::string& where) const;
 };

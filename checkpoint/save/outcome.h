@@ -12,8 +12,8 @@
 
 namespace tessera::internal {
 
-// A failure that no other class describes, such as lack of memory, rethrown on all ranks. Does not mean that a
-// checkpoint is damaged.
+// Thrown on all ranks if one rank has a failure that no other class describes, such as lack of memory. Does not mean
+// that a checkpoint is damaged.
 class OtherFailure : public CheckpointError {
  public:
   using CheckpointError::CheckpointError;

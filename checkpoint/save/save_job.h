@@ -28,7 +28,7 @@ namespace tessera::internal {
 class SaveJob : public std::enable_shared_from_this<SaveJob> {
  public:
   // Waits for the group's previous save; throws its error unless wait() threw it. Then creates the temporary directory.
-  // `objects` are lines that name the objects to save. If they differ between ranks, throws on all ranks.
+  // `objects` are lines that name the objects to save. If they differ between ranks, throws std::invalid_argument.
   static std::shared_ptr<SaveJob> begin(const std::filesystem::path& dir, std::shared_ptr<Communicator> comm,
                                         const SaveOptions& options, bool is_async,
                                         const std::vector<std::string>& objects);

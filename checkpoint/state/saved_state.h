@@ -59,8 +59,7 @@ class NamedOptimizer {
   std::set<std::string> names_;
 };
 
-// The optimizers of a training state. The key is the optimizer's name.
-using NamedOptimizers = std::map<std::string, NamedOptimizer>;
+using NamedOptimizers = std::map<std::string, NamedOptimizer>;  // the key is the optimizer's name
 // Throws std::invalid_argument if a parameter is in two optimizers, or if NamedOptimizer's constructor throws.
 NamedOptimizers named_optimizers(const std::vector<NamedShard>& shards,
                                  const std::map<std::string, torch::optim::Optimizer*>& optimizers);

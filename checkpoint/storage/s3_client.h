@@ -77,7 +77,7 @@ class S3Client {
   std::unique_ptr<Connections> connections_;
 };
 
-// Returns the text of each element <tag>...</tag>, and replaces XML entities by their characters.
+// Returns the text of each element <tag>...</tag>, with XML's five predefined entities (such as "&lt;") replaced.
 std::vector<std::string> xml_texts(const std::string& xml, const std::string& tag);
 // Decodes URL escapes: both "%20" and "+" become ' '.
 std::string percent_decoded(std::string text);
