@@ -30,7 +30,7 @@ struct CopiedFile {
   int64_t bytes = 0;
   // Appends `count` bytes at `data` without copying them; `owner` owns them.
   void add(std::shared_ptr<const void> owner, const char* data, int64_t count);
-  // Copies `count` bytes from `position` on into `data`. Throws std::out_of_range if the range exceeds the file.
+  // Copies the `count` bytes at `position` to `data`. Throws std::out_of_range if the range exceeds the file.
   void read(void* data, int64_t count, int64_t position) const;
 };
 // Files are sent between hosts in blocks of this size. The last block of a file may be shorter.
@@ -107,7 +107,7 @@ class CopiedFileWriter {
   explicit CopiedFileWriter(std::shared_ptr<CopyMemory> memory, std::shared_ptr<const CopyMemory> shared = nullptr)
       : memory_(std::move(memory)), shared_(std::move(shared)) {}
   void append(const void* data, int64_t count);
-  // Returns the file, which consists of the bytes `start` followed by the appended bytes.
+  // Returns the file: the bytes `start`, followed by the appended bytes. Must be called only once.
   CopiedFile finish(std::string_view start);
 
  private:

@@ -51,7 +51,7 @@ class Acceptor {
  public:
   // Starts to answer for the group of this generation. Forgets promises and votes for earlier groups.
   void begin(int64_t generation);
-  // Notes that this rank has left the group of this generation, and holds these parts. A no-op unless begin() set it.
+  // If begin() set this generation, notes that this rank has left its group and holds these parts. Otherwise a no-op.
   void arrive(int64_t generation, const std::vector<HeldStep>& held);
 
   // Withdraws this process from decisions. The other members then treat the process as ended.
@@ -91,7 +91,7 @@ struct RegroupOptions {
   std::function<bool()> was_stopped = nullptr;
 };
 
-// Finds the next group of this member. Runs on the training loop's thread.
+// Finds the next group of this member. Runs on the training loop's thread. Borrows `old_group` and `acceptor`.
 class Regroup {
  public:
   // Sends a request to a member and returns the answer's fields. Throws PeerError like ask_member(). Must be
