@@ -54,7 +54,7 @@ class CopyOperation : public AsyncOperation {
   virtual void order_device() = 0;  // see Copy::wait_on_device()
 
  protected:
-  // Must precede each wait. Counts the copy as late if it is incomplete (`is_over` is false) at its first wait.
+  // Must be called before each wait. Counts the copy as late if it is incomplete (not `is_over`) at the first call.
   void note_wait(bool is_over) {
     if (!std::exchange(is_noted_, true) && !is_over) ++*late_copies_;
   }
