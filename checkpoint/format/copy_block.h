@@ -1,5 +1,5 @@
 // copy_block() is compiled twice: for any processor, and for processors with AVX2. It must not use templates of the
-// standard library: the linker keeps one instance of each, which could be the one compiled for AVX2.
+// standard library: the linker keeps one instance of each for all callers, perhaps the one compiled for AVX2.
 #pragma once
 
 #ifdef __SSE2__

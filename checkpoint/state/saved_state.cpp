@@ -46,7 +46,7 @@ bool is_whole(const at::Tensor& tensor, const NamedShard& shard) {
 at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
   require_strided("'" + shard.fqn + "'", tensor);
   if (DiskPager::of(tensor) != nullptr) return tensor;
-  // is_whole() compares sizes, because a flat shard in a world of one rank has all elements, too.
+  // is_whole() also compares sizes: in a world of one rank, a flat shard, which is in memory order, has all elements.
   if (is_whole(tensor, shard)) return whole_in_memory_order(tensor, shard.strides);
   if (tensor.dim() == 1 && tensor.numel() == shard.held.numel()) return with_values_in_memory(tensor).contiguous();
   throw std::invalid_argument("the state of '" + shard.fqn + "' has the shape " + to_string(tensor.sizes().vec()) +

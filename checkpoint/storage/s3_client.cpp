@@ -271,7 +271,7 @@ S3Response S3Client::send_once(const S3Request& request, std::string& fault) con
   curl_easy_getinfo(handle, CURLINFO_RESPONSE_CODE, &answer.response.status);
   if (code != CURLE_OK) {
     const std::string reason = *detail != '\0' ? detail : curl_easy_strerror(code);
-    // On a reused connection, the rest of the previous answer may precede the new one. curl then reports "HTTP/0.9".
+    // On a reused connection, the rest of the previous answer may come first. curl reports "HTTP/0.9"; a retry helps.
     long connections_made = 0;
     curl_easy_getinfo(handle, CURLINFO_NUM_CONNECTS, &connections_made);
     const bool is_left_over = code == CURLE_UNSUPPORTED_PROTOCOL && connections_made == 0;
