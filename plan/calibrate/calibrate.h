@@ -13,7 +13,7 @@ struct CalibrationOptions {
   int ranks = 2;       // number of concurrent ranks; should equal the ranks per machine of the planned training
   int threads = 1;     // number of intra-operator threads of each rank
   bool quick = false;  // measures fewer sizes, with fewer repetitions
-  // Receives the name of the next measurement, on rank 0's thread or on that of calibrate()'s caller. May be null.
+  // Called with the name of each measurement, on rank 0's thread or the thread of calibrate()'s caller. May be null.
   std::function<void(const std::string& what)> progress;
 };
 

@@ -158,8 +158,8 @@ struct Pool {
 };
 
 // Returns a curve whose points are the medians of the samples in each quarter octave of work. If a point has more work
-// but less time than another (because of shapes, strides or noise), replaces both by their geometric mean. With the
-// larger time, all larger points would be slow. Work below the smallest point takes as long as that point.
+// but less time than another (because of shapes, strides or noise), replaces both by their geometric mean. The larger
+// time instead would slow down all larger points. Work below the smallest point takes as long as that point.
 SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples) {
   constexpr double kPerOctave = 4;
   std::map<int, std::vector<std::pair<double, double>>> bins;

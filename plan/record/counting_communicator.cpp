@@ -44,7 +44,7 @@ void copy_part(const at::Tensor& to, const std::vector<at::Tensor>& pieces, int6
   }
 }
 
-// If a single rank receives the whole result of a reduce-scatter, returns this rank. Otherwise returns -1.
+// If a single rank receives the whole result of a reduce-scatter, returns that rank. Otherwise returns -1.
 int only_receiver(const Collective& collective) {
   if (collective.kind != Collective::kReduceScatter || collective.numel == 0) return -1;
   const auto all = std::ranges::find(collective.counts, collective.numel);

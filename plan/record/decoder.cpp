@@ -162,7 +162,7 @@ class ConfigFile {
   nlohmann::json config_;
 };
 
-// Returns a list of the model's dropouts, or "". Plans omit dropout, but report the list: its masks would need memory.
+// Returns a list of the model's dropouts, or "". Plans omit dropout, but report the list, because masks need memory.
 std::string dropouts_of(const ConfigFile& config, std::initializer_list<std::pair<const char*, double>> usual) {
   std::string text;
   for (const auto& [name, otherwise] : usual)

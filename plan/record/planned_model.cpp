@@ -91,7 +91,7 @@ bool is_position(const std::string& name) {
   return !name.empty() && std::ranges::all_of(name, [](unsigned char c) { return std::isdigit(c) != 0; });
 }
 
-// Returns the names of classes of two or more layers: outermost modules with parameters and a numeric name ("3").
+// Returns the classes of which the model has two or more layers: outermost modules with parameters and numeric names.
 std::vector<std::string> repeated_classes(ExportedModule& model) {
   std::map<std::string, int> counts;
   std::string within = " ";

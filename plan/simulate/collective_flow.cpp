@@ -82,7 +82,7 @@ CollectiveWork work_of(const RecordedCollective& collective) {
   const CollectiveFlow flow = flow_of(collective);
   CollectiveWork work{static_cast<double>(latencies_of(collective) * flow.exchanges), 0,
                       flow.only_root_sums ? flow.sum_bytes / n : flow.sum_bytes};
-  // Two ranks that send to each other copy one message each. From or to a root, all n ranks together make n - 1 copies.
+  // Without a root, each rank copies n - 1 messages: of two ranks, each copies one. With a root, all ranks copy n - 1.
   for (int exchange = 0; exchange < flow.exchanges; ++exchange) {
     const bool is_rooted = exchange == 0 && (flow.first_is_rooted || flow.first_is_to_root);
     work.copied_bytes += (n - 1) * flow.message_bytes[exchange] / (is_rooted ? n : 1);

@@ -21,7 +21,7 @@ struct CollectiveFlow {
   bool sends(int exchange, bool from_root, bool to_root) const;
 };
 
-// Returns the messages of a recorded collective of 2 or more ranks. Throws std::invalid_argument if it is unknown.
+// Returns the messages of a collective of 2 or more ranks. Throws std::invalid_argument if its operation is unknown.
 CollectiveFlow flow_of(const RecordedCollective& collective);
 
 // Returns the group in which `rank` runs the collective, in the order of the recorded `members`. If `rank` is in the

@@ -310,7 +310,7 @@ class CoreSimulation {
     return {collective, flow_of(collective), move.exchange, std::move(group), own, root, exchange};
   }
 
-  // Returns the time for this rank's copies. A rank copies the messages that the other rank has already announced.
+  // Returns the time of this rank's copies in kSend, or in kReceive if `receives`. Of two ranks, the later one copies.
   double copy_seconds(int rank, const View& view, bool receives) const {
     double seconds = 0;
     for (size_t peer = 0; peer < view.group.size(); ++peer) {
