@@ -38,7 +38,7 @@ class ArchiveFile {
 
   int64_t bytes() const { return file_.bytes(); }
   void read(void* to, int64_t bytes, int64_t position) const { file_.read(to, bytes, position); }
-  // Reads a whole member. If `is_checked`, also verifies the CRC-32, if recorded. If the member is damaged, throws
+  // Reads a whole member. If `is_checked`, also verifies a recorded CRC-32. If the member is damaged, throws
   // ExportedError that names the file and the member.
   void read_member(const ArchiveMember& member, const std::string& name, void* to, bool is_checked) const;
   // Verifies a member's CRC-32, if recorded, in the first call for the member. Throws ExportedError if it is damaged.

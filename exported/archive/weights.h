@@ -72,7 +72,7 @@ class WeightFiles {
   // ExportedError if the sizes differ. The source throws ExportedError if the files have different values under these
   // names.
   std::optional<WeightSource> find(const std::vector<std::string>& names, const ExportedTensor& tensor);
-  // Returns the names of the tensors in the files that no call of find() has requested.
+  // Returns the names of tensors that the files have, but no call of find() has requested.
   std::vector<std::string> unused() const;
 
  private:

@@ -303,7 +303,7 @@ class Compiler::HigherOrderArguments {
   const json* next_if(const char* expected) {
     if (next_ == arguments_.size()) return nullptr;
     if (alternative_of(*arguments_[next_]).kind == expected) return &next(expected);
-    ++next_;  // None
+    ++next_;  // skips None
     return nullptr;
   }
   const json& next_graph() { return object_field(next("as_graph"), "graph"); }
@@ -374,7 +374,7 @@ struct Compiler::CallReader {
     add(read_arguments(arguments.next_any(), find_slot));
     return call.operands.size();
   }
-  // Reads the remaining operands. Operands from index `first` on are inputs of each graph: throws if the counts differ.
+  // Reads the remaining operands. Each graph takes the operands from index `first` on. Throws if their count differs.
   void take_rest(size_t first = 0) {
     add(arguments.rest(find_slot));
     for (const auto& graph : call.graphs)

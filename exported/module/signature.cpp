@@ -286,8 +286,7 @@ class ShapeCheck {
                                   (most ? std::to_string(*most) : "any"));
   }
 
-  // If a size has exactly one unknown symbol, solves this linear equation for it. Throws if there is no integer
-  // solution.
+  // If a size has one unknown symbol, solves this linear equation for it. Throws if there is no integer solution.
   void solve(const Derived& size) {
     std::optional<std::string> unknown;
     for (const std::string& symbol : size.expected->symbols()) {
@@ -420,7 +419,7 @@ std::string InputSignature::other_dtypes(const ExportedInputs& inputs) const {
   return text;
 }
 
-// ---- inputs without values ----------------------------------------------------------------------
+// ---- example inputs -----------------------------------------------------------------------------
 
 Expression::Symbols InputSignature::chosen_sizes(int64_t batch, int64_t sequence) const {
   ShapeCheck check(*this);
