@@ -88,7 +88,7 @@ at::Tensor Lamb::step(LossClosure closure) {
   if (checked_groups_ != param_groups().size()) check();
   for (const auto& group : param_groups())
     for (const at::Tensor& parameter : group.params()) require_steppable(parameter);
-  // The lists contain every parameter, with or without a gradient, so that all ranks have equal lists. No norm is
+  // The lists contain every parameter, with or without a gradient, so that the lists of all ranks match. No norm is
   // computed for frozen parameters, which may be integers.
   std::vector<at::Tensor> parameters, directions;
   std::vector<double> rates;

@@ -275,7 +275,7 @@ struct Lbfgs::Run {
     return {{wolfe.start, now}, false, kMostEvaluations, direction_max};
   }
 
-  // Returns a point that meets the conditions, or the best point found. Like torch, uses the search of minFunc.
+  // Returns a point that meets the conditions, or the best point found. Like torch, uses the line search of minFunc.
   Point search(const at::Tensor& x, double t, const Point& start) {
     const WolfeConditions wolfe{start};
     Bracket found = bracket(x, t, wolfe);
