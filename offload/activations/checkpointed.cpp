@@ -217,7 +217,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
   static void add_gradients(AutogradContext* context, const Tensors& roots, const Tensors& seeds,
                             const Tensors& inputs) {
     if (roots.empty()) return;
-    const auto* const restricted = torch::autograd::get_current_graph_task_exec_info();  // empty: to all leaves
+    const auto* const restricted = torch::autograd::get_current_graph_task_exec_info();  // empty: all leaves
     if (restricted == nullptr || restricted->empty()) return torch::autograd::backward(roots, seeds);
     if (std::ranges::none_of(*restricted, [](const auto& entry) { return entry.second.captures_ != nullptr; }))
       throw std::logic_error(

@@ -22,7 +22,7 @@ class DiskSpace {
   // Throws std::runtime_error if no file can be created.
   explicit DiskSpace(const std::string& directory);
 
-  // Allocates `bytes`, and returns their offset in the file. Throws std::runtime_error if the disk is full.
+  // Allocates `bytes` (whole blocks), and returns their offset. Throws std::runtime_error if the disk is full.
   int64_t claim(int64_t bytes);
   void free(int64_t offset, int64_t bytes);
   int64_t claimed_bytes() const { return claimed_bytes_; }  // size of the file, including free pieces
