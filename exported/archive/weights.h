@@ -42,9 +42,8 @@ struct WeightSource {
   ReadElements read;
 };
 
-// Returns a source that reads from the archive, and adds the bytes read to `bytes_read`. The tensor must have values
-// and no holes. If `is_checked`, the read of the first element also verifies the storage's checksum. If each rank reads
-// its own part, only one rank verifies it.
+// Returns a source that reads from the archive, and adds to `bytes_read`. The tensor must have values and no holes. If
+// `is_checked`, the rank that reads the first element also verifies the storage's checksum.
 WeightSource read_from(const std::shared_ptr<ArchiveFile>& file, const ExportedTensor& tensor, bool is_checked,
                        std::shared_ptr<std::atomic<int64_t>> bytes_read);
 

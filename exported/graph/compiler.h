@@ -28,7 +28,8 @@ std::vector<ModuleCall> module_calls(const nlohmann::json& node);
 // For each module that calls an operator, also in a nested graph, adds the FQN and the class name to `classes`.
 void find_classes(const nlohmann::json& graph, std::map<std::string, std::string>& classes);
 
-// Compiles a graph's JSON into a Graph. Throws ExportedError for unsupported features, naming the node and line if any.
+// Compiles a graph's JSON into a Graph. compile() must be called only once. Throws ExportedError for unsupported
+// features, naming the node and line if any.
 class Compiler {
  public:
   struct Options {

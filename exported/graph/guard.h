@@ -26,7 +26,7 @@ class Guard {
   // Throws ExportedError for a syntax error, an unknown input or an unknown function.
   static Guard parse(const std::string& text, const FindInput& find_input);
 
-  bool holds(const std::vector<c10::IValue>& inputs) const;
+  bool holds(const std::vector<c10::IValue>& inputs) const;  // throws c10::Error for overflow or division by zero
   const std::string& text() const { return text_; }
 
  private:
