@@ -13,7 +13,7 @@
 namespace tessera::internal {
 
 // Code that the optimizers of the Adam family share. All select and check parameters, and create states, in the same
-// way. They differ in the placement of states, and in the code that applies the update.
+// way. They differ in the placement of states (AdamPlacement), and in the code that applies the update.
 
 // The update of one parameter. Defined tensors, except `rate` and `count`, have the parameter's sizes and strides.
 struct AdamUpdate {
