@@ -83,6 +83,7 @@ class DiskPager : public Pager {
   at::Tensor make_spool(int64_t bytes) const;
 
   // Starts reading the tensor's data if host memory has room or the eviction of one tensor makes room. Does not block.
+  // Throws std::runtime_error if an earlier write of an evicted tensor failed.
   void read_ahead(const at::Tensor& tensor);
 
   int64_t disk_bytes() const;    // size of the file; the file never shrinks

@@ -24,7 +24,7 @@ class DiskSpace {
 
   // Allocates `bytes` (whole blocks), and returns their offset. Throws std::runtime_error if the disk is full.
   int64_t claim(int64_t bytes);
-  void free(int64_t offset, int64_t bytes);
+  void free(int64_t offset, int64_t bytes);                 // the piece must be from claim()
   int64_t claimed_bytes() const { return claimed_bytes_; }  // size of the file, including free pieces
 
   // Returns the file, or null in a dry run. Any thread may call the file's const functions.
