@@ -26,9 +26,9 @@ at::Tensor flat(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() ? tensor.detach().as_strided({tensor.numel()}, {1}) : at::Tensor();
 }
 
+constexpr int64_t kColumns = 61, kSums = kColumns + 1;
 // Returns checksums of the values' bits: [kSums] kLong on the parameter's device. Sums the columns of [rows, kColumns]
 // values, then the remaining values. A sum changes if a value changes or moves to another column; changes may cancel.
-constexpr int64_t kColumns = 61, kSums = kColumns + 1;
 at::Tensor value_sums(const at::Tensor& parameter) {
   at::Tensor values = flat(parameter);
   if (!values.defined()) values = parameter.detach().reshape({-1});
