@@ -66,15 +66,15 @@ class Page {
   // Sets the mode of the page's last use. On a device, the mode holds only for operators on the current stream.
   void set_current(GradMode mode);
 
-  // Makes operators on views of this page convert arguments of dtype `from` to the views' dtype, and results back. Not
-  // for operators that write, or return views. Used for units in full precision, in a model with mixed precision.
+  // Makes operators on views of this page convert arguments of dtype `from` to the views' dtype, and results back.
+  // Operators that write or return views do not convert. Used for full_precision units under mixed precision.
   void convert_activations(at::ScalarType from) { state_->activations = from; }
 
   // Attaches memory permanently, also for views that outlive the page. From then on, only writes call the pager.
   void attach_permanently(at::Tensor buffer);
 
-  // Marks this page as a copy of `source`. A write to `source` makes the copy stale, and the next use of a stale page
-  // calls the pager. Version counters would miss writes through .data(), for example by torch's SGD.
+  // Marks this page as a copy of `source`. A write to `source` makes the copy stale until accept_writes(). The next use
+  // of a stale page calls the pager. Version counters would miss writes through .data(), as by torch's SGD.
   void watch_writes(const Page& source) {
     state_->source.state = source.state_;
     accept_writes();
@@ -84,7 +84,7 @@ class Page {
     if (auto& source = state_->source; source.state) source.seen_writes = source.state->writes.load();
   }
 
-  // The state behind the page's storage, owned also by the storage's deleter. It may outlive the page.
+  // The state of a page. The storage shares its ownership, so the state may outlive the page.
   struct State {
     std::atomic<Pager*> pager;
     Page* page = nullptr;
@@ -130,8 +130,7 @@ class Page {
 class Pager {
  public:
   virtual ~Pager() = default;
-  // Must attach `pages`, the pages that one operator needs. Exceptions propagate to the operator's caller, in forward()
-  // and in backward().
+  // Must attach `pages`, which one operator needs. Exceptions propagate to the operator's caller.
   virtual void use(const std::vector<Page*>& pages) = 0;
   // Called before a write to a read-only page. Throws std::logic_error, naming the parameter, to refuse. Returns true
   // if this call did the operator's work (zero_()), and false if the operator replaces the storage (set_()).

@@ -1,5 +1,5 @@
-// The parts of paging beside the fallback itself: lists of special operators, a probe of the dispatch key, and a check
-// that refuses to pickle empty views.
+// Parts of paging outside the fallback: lists of special operators, a probe of the dispatch key, and a check that
+// refuses to pickle empty views.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/neg.h>
@@ -17,8 +17,9 @@
 namespace tessera::internal {
 namespace {
 
-// Of the operators that return views, lists only detach and alias: the others check the bounds of the storage, which
-// must then be filled. _backward and set_data are listed, because the operators that they call reach the fallback.
+// Operators that need no memory of a page. Of those that return views, lists only detach and alias: the others check
+// the bounds of the storage, which must then be filled. The operators that _backward and set_data call reach the
+// fallback.
 using Names = std::unordered_set<std::string_view>;
 const Names kMetadataOnly = {"aten::detach",
                              "aten::detach_",

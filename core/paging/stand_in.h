@@ -7,14 +7,14 @@
 
 namespace tessera::internal {
 
-// Represents a tensor without data. Computes the tensor's values again for each operator that uses the tensor.
+// Provides the values of a tensor without data (stand_in_view()), anew for each operator that uses the tensor.
 class StandIn {
  public:
   virtual ~StandIn() = default;
   // Returns the values that `operation` receives in place of the tensor.
   virtual at::Tensor values_for(const std::string& operation) const = 0;
-  // Computes at::linear(input, tensor, bias) for the represented tensor; `bias` may be undefined. matmul, mm, and addmm
-  // (with beta = alpha = 1) of the tensor's t() also call this function, as in torch::nn::functional::linear. If the
+  // Computes at::linear(input, tensor, bias) for the represented tensor; `bias` may be undefined. Also called for
+  // matmul, mm, and addmm (with beta = alpha = 1) of the tensor's t(), which torch::nn::functional::linear uses. If the
   // function returns an undefined tensor, the operator runs on values_for().
   virtual at::Tensor linear(const at::Tensor& /*input*/, const at::Tensor& /*bias*/) { return {}; }
   // Computes at::batch_norm() of `input`, if the represented tensor is one of the operator's statistics or weights. If
