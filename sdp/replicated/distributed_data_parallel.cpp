@@ -29,9 +29,9 @@ std::string describe(const DdpOptions& options) {
                   " compare_replicas_every=", ReplicaComparison(options.compare_replicas_every).every());
 }
 
-// On CPUs calls the same operators as torch::nn::utils::clip_grad_norm_, for bit-equal results. On a device launches a
-// few kernels for all gradients. Unlike libtorch's function, leaves the norm on the device, and throws Tessera's error.
-// `gradients` must have at least one tensor, and no tensor without elements.
+// Clips like torch::nn::utils::clip_grad_norm_. On CPUs, calls the same operators, for bit-equal results. On CUDA,
+// launches a few kernels for all gradients, and leaves the norm on the device. If error_if_nonfinite, throws as
+// require_finite_norm() does. `gradients` must have at least one tensor, and no tensor without elements.
 GradNorm clip(const std::vector<at::Tensor>& gradients, double max_norm, double norm_type, bool error_if_nonfinite,
               int rank) {
   const bool is_largest = norm_type == std::numeric_limits<double>::infinity();
@@ -77,8 +77,8 @@ std::optional<at::ScalarType> wire_dtype(GradientCompression compression) {
   return std::nullopt;
 }
 
-// A gradient that is reduced in autograd's memory needs its own bucket. Below this size, the additional message costs
-// more than the avoided copy.
+// A gradient that is reduced in autograd's memory needs its own bucket. If it has fewer bytes than this, the additional
+// message costs more than the avoided copy.
 constexpr int64_t kLeastAdoptedBytes = int64_t{2} << 20;
 
 }  // namespace

@@ -15,7 +15,6 @@
 namespace tessera::internal {
 namespace {
 
-// Returns a description of a bucket's gradients, for errors.
 std::string label_of(const std::vector<PlannedParameter>& parameters, const std::vector<size_t>& members) {
   if (members.size() == 1) return "the gradient of '" + parameters[members[0]].fqn + "'";
   return "gradients of " + std::to_string(members.size()) + " parameters from '" + parameters[members.front()].fqn +
@@ -57,14 +56,15 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
       states_(binding_.parameters().size()),
       comparison_(options.compare_replicas_every) {}
 
-// Afterwards parameters' hooks do nothing: the module can be trained alone. A backward whose reduction is due throws.
+// Afterwards the hooks pass gradients through, so the module can be trained without the wrapper. If this thread runs a
+// backward that has not begun a due reduction, that backward throws.
 ReplicatedGradients::~ReplicatedGradients() {
   const bool awaits_reduction =
       std::ranges::any_of(states_, [](const ParameterState& state) { return state.awaits_reduction; });
   if (awaits_reduction && !is_running() && reduces() && !passes_through()) fail_backward();
 }
 
-// Sets up the callbacks. They hold weak pointers to this object.
+// Sets up the callbacks, which hold weak pointers to this object, and the buckets.
 void ReplicatedGradients::install() {
   const std::weak_ptr self = std::static_pointer_cast<ReplicatedGradients>(shared_from_this());
   const auto lost = while_alive(
@@ -318,7 +318,8 @@ void ReplicatedGradients::begin() {
   reducer_.begin(order, /*frozen_too=*/true);  // some ranks may hold sums of frozen parameters
   begin_own_sums_of_unused();
   for (size_t i = 0; i < states_.size(); ++i) {
-    if (is_lost(i) || (states_[i].grad == GradState::kAccumulating && !states_[i].trainable)) continue;  // steps throw
+    // Keeps the state of a lost gradient, and of a frozen parameter's sum. A step then throws.
+    if (is_lost(i) || (states_[i].grad == GradState::kAccumulating && !states_[i].trainable)) continue;
     if (std::exchange(states_[i].grad, GradState::kOrdinary) != GradState::kAccumulating) continue;
     const at::Tensor sum = std::exchange(binding_.tensor(i).mutable_grad(), at::Tensor());
     if (sum.defined()) reducer_.add_kept(i, sum);
@@ -379,7 +380,7 @@ void ReplicatedGradients::agree_on_order() {
   flags_.order_agreed = true;
 }
 
-// ---- calls of the wrappers ------------------------------------------------------------------------
+// ---- calls by the wrappers ------------------------------------------------------------------------
 
 void ReplicatedGradients::set_divisor(double divisor) {
   std::lock_guard lock(mutex_);

@@ -49,9 +49,10 @@ class ReplicatedGradients : public BackwardPass {
 
   ~ReplicatedGradients() override;
 
-  // Throws, naming a parameter: std::logic_error if added or changed, std::runtime_error if unused or unlike rank 0's.
+  // Must be called before each forward. Throws, naming the parameter: std::logic_error if one was added or converted,
+  // std::runtime_error if no rank used one in the last iteration (must_use_all) or replicas differ (collective then).
   void begin_forward();
-  // `outputs`: the tensors in the result of forward.
+  // Must be called after each forward, with its result's tensors. Throws std::logic_error if it changed a parameter.
   void end_forward(const std::vector<at::Tensor>& outputs);
   void refresh_trainable();
 
@@ -60,11 +61,10 @@ class ReplicatedGradients : public BackwardPass {
   void prepare_capture() override;
   void prepare_replay() override;
 
-  // Throws std::logic_error, naming parameter and rank, if a gradient is not an average; also in a running backward.
+  // Throws std::logic_error if a gradient is kAccumulating or kLost, or during a backward. A no-op if passes_through().
   void require_averages() const;
 
-  // Throws std::logic_error, naming the parameter, if a parameter was registered after wrapping.
-  void require_nothing_new() const { binding_.require_nothing_new(); }
+  void require_nothing_new() const { binding_.require_nothing_new(); }  // see Binding
 
   void report(MemoryReport& report) const;  // sets the bucket bytes of `report`
   void reset_peak();
@@ -94,7 +94,7 @@ class ReplicatedGradients : public BackwardPass {
   at::Tensor take(size_t parameter, const at::Tensor& gradient);
   void begin_own_sum(size_t parameter);
   void begin_own_sums_of_unused();
-  // Whether this rank receives the average of the parameter.
+  // Whether this rank receives the average of the parameter's gradient.
   bool gets_average(size_t parameter) const {
     return reducer_.buckets()[reducer_.bucket_of(parameter)].result != nullptr;
   }
@@ -105,7 +105,7 @@ class ReplicatedGradients : public BackwardPass {
   void note_failed_forward();
   void note_what_came_before();
   void require_capturable() const;
-  bool passes_through() const { return mesh_.world->size() == 1 && !reducer_.divisor(); }
+  bool passes_through() const { return mesh_.world->size() == 1 && !reducer_.divisor(); }  // whether nothing is reduced
 
   const Mesh mesh_;
   const OwnerOf owner_of_;

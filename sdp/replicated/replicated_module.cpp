@@ -63,7 +63,7 @@ void ReplicatedModule::end_forward(const std::vector<at::Tensor>& outputs) {
   if (!c10::GradMode::is_enabled()) comm_->throw_if_aborted("forward()");
 }
 
-// ---- calls of the user ---------------------------------------------------------------------------
+// ---- calls by the user ---------------------------------------------------------------------------
 
 torch::OrderedDict<std::string, at::Tensor> ReplicatedModule::named_buffers() const {
   return defined_buffers(*module_);

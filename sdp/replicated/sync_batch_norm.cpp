@@ -197,7 +197,6 @@ class SyncedBatchNorm : public StandIn {
 
 using Visit = std::function<void(const std::string& name, torch::nn::Module&)>;
 
-// Visits each module once.
 void for_each_module(torch::nn::Module& root, const Visit& visit) {
   std::unordered_set<const torch::nn::Module*> seen;
   auto walk = [&](auto& self, torch::nn::Module& module, const std::string& name) -> void {
@@ -209,7 +208,7 @@ void for_each_module(torch::nn::Module& root, const Visit& visit) {
   walk(walk, root, "");
 }
 
-// Calls act(batch norm) if the module is a BatchNorm1d, 2d or 3d.
+// Calls act(module) if the module is a BatchNorm1d, BatchNorm2d or BatchNorm3d.
 template <class Act>
 void with_batch_norm(torch::nn::Module& module, Act act) {
   if (auto* norm = dynamic_cast<torch::nn::BatchNorm1dImpl*>(&module)) act(*norm);
