@@ -16,10 +16,10 @@
 
 namespace tessera::internal {
 
-// If steps overlap with publishing, a rank steps parameters of at least this total size, and then publishes them. With
-// fewer bytes, the overhead of the optimizer's operator calls would be too large. Tests use a lower number.
+// If steps overlap with publishing, a rank steps its parameters in turns of at least this many bytes in total, and
+// publishes each turn. With fewer bytes, the overhead of the optimizer's calls would be too large. Tests use fewer.
 inline int64_t least_step_bytes = int64_t{8} << 20;
-// Factor for least_step_bytes on a device, where computation is faster than on a CPU but a call has no less overhead.
+// Factor for least_step_bytes on a device. There computation is faster than on a CPU, but calls have as much overhead.
 inline constexpr int64_t kDeviceStepFactor = 32;
 
 // Returns whether an optimizer steps the parameter: it is trainable, or it is frozen but has a gradient.
@@ -30,8 +30,8 @@ inline bool is_stepped(const at::Tensor& parameter) { return parameter.requires_
 // A bucket's memory is cut by owner, and its parameters are views of this memory. So one in-place all-gather updates
 // all parameters of a bucket. A large parameter is its own bucket, in its own memory. So publishing copies no values.
 //
-// A parameter also keeps its own memory if other tensors share that memory (a kept view, a second model). Publishing
-// copies its values to the bucket and back. Ranks may differ in this: the all-gather is the same.
+// A parameter also keeps its own memory if other tensors share it (a kept view, a second model). Its owner then copies
+// the values to the bucket, and other ranks copy them back. Each rank decides alone: the all-gather is the same.
 class ParameterBuckets {
  public:
   // Moves the values of small parameters into buckets of at most `bucket_bytes`. Makes these parameters views of the
@@ -69,8 +69,8 @@ class ParameterBuckets {
     std::vector<TensorSignature> kinds;
     at::Tensor flat;          // the bucket's memory; undefined if the only member keeps its own memory
     std::vector<bool> stays;  // by member: whether the member keeps its own memory
-    // Whether a member has ever required a gradient. If so, the bucket is always published, because the user may freeze
-    // a member between a backward and the step.
+    // Whether a member has ever required a gradient, or had one at construction. If so, the bucket is always published,
+    // because the user may freeze a member between a backward and the step.
     bool has_trained = false;
   };
   void plan(int64_t bucket_bytes);

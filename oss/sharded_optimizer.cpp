@@ -148,7 +148,7 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
 }
 
 void ShardedOptimizer::adopt_groups_from(size_t first_group) {
-  const NoGradNoInferenceGuard quiet;  // parameters that move into buckets must not become inference tensors
+  const NoGradNoInferenceGuard quiet;  // buckets' memory, and so their parameters, must not be inference tensors
   std::unordered_map<const c10::TensorImpl*, size_t> group_of;
   for (size_t group = 0; group < param_groups_.size(); ++group)
     for (const at::Tensor& parameter : param_groups_[group].params())
@@ -158,7 +158,6 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
                                     c10::str(parameter.sizes()) + " is in group " + std::to_string(known->second) +
                                     " and in group " + std::to_string(group));
   check_agreement(first_group);
-  // Called if an exception leaves this function.
   auto undo =
       c10::make_scope_exit([&, ownership = ownership_, partition = *partition_, costs = owned_costs_]() mutable {
         ownership_ = std::move(ownership);
@@ -303,13 +302,14 @@ ScopeExit ShardedOptimizer::lend_state() {
   return ScopeExit([this] { state_.swap(local_->state()); });
 }
 
-// Adopts groups that the user added with the base class's add_param_group(), which is not virtual. Collective then.
+// Adopts groups that the user added with the base class's add_param_group(), which is not virtual. Collective if there
+// are such groups. Throws std::logic_error if the user changed the parameters of other groups.
 void ShardedOptimizer::take_added_groups() {
   int64_t place = 0;
   for (size_t group = 0; group < local_->param_groups().size(); ++group)
     for (size_t i = 0; i < param_groups_[group].params().size(); ++i, ++place) {
       const auto known = ownership_.find(param_groups_[group].params()[i].unsafeGetTensorImpl());
-      if (known == ownership_.end() || known->second.index > place)  // smaller: a repeated parameter
+      if (known == ownership_.end() || known->second.index > place)  // smaller: listed twice
         throw std::logic_error("OSS on rank " + std::to_string(comm_->rank()) + ": parameter " + std::to_string(i) +
                                " of group " + std::to_string(group) +
                                " is another than when the group was added: add new ones by add_param_group()");
@@ -401,7 +401,7 @@ at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
   return lbfgs.step_among(owners, closure);
 }
 
-// Publishes parameters and, at the same time, compares the ranks' options and collectives.
+// Publishes parameters, and meanwhile compares the ranks' options and collectives.
 void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
   std::vector<std::string> options;  // compared, because a rank may have changed only its own learning rate
   for (const auto& group : param_groups_)
