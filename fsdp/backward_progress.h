@@ -15,7 +15,7 @@ class BackwardProgress {
   // `first_buckets` has the index of each unit's first bucket; its last entry is the number of all buckets.
   void set_buckets(std::vector<size_t> first_buckets);
 
-  // Records that forward uses the unit in a part that autograd records, or that backward will recompute.
+  // Must be called when forward uses the unit while autograd records, or in a part that backward will recompute.
   void expect(size_t unit);
 
   // Begins a pass, and returns the order of its buckets. If no unit was expected since the last pass (a second backward

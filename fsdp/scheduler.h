@@ -41,7 +41,7 @@ class UnshardedUnits {
   void post_backward(bool accumulates);
 
   void end_compute_span();  // ends the trace span for the computation of the last use()'s units
-  // The order of units in the current forward or backward, and in the pass before: see PrefetchOrder.
+  // Return the unit orders of forward and of backward: of the current pass, and of the previous one (PrefetchOrder).
   const PrefetchOrder& forward_order() const { return forward_order_; }
   const PrefetchOrder& backward_order() const { return backward_order_; }
   // Above this number of uses, PrefetchOrder::forget_repetition() is called. A pass rarely uses a unit 8 times.

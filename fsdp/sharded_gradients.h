@@ -41,7 +41,7 @@ class ShardedGradients {
   // unit's parameters, so that autograd refuses the backward of older graphs. Must be called even with autograd off,
   // because a custom autograd function computes with autograd off, and saves its arguments afterwards.
   void show_version(const Unit& unit);
-  // Records that forward uses the unit in a part that autograd records, or that backward will recompute.
+  // Must be called when forward uses the unit while autograd records, or in a part that backward will recompute.
   void expect(const Unit& unit) { progress_.expect(static_cast<size_t>(unit.index())); }
   // Must be called outside backward. Restores lost hooks, and copies changes of requires_grad between shard and
   // parameter. Throws std::logic_error for a hook on a shard, because autograd would never call the hook. Also throws
