@@ -104,7 +104,7 @@ struct GradientBucket {
   int64_t bytes() const { return layout.full_numel() * static_cast<int64_t>(c10::elementSize(dtype)); }
 };
 
-// The use of parameters and buckets in a pass: this rank's use, or the use by any rank.
+// The use of parameters and buckets in a pass: by this rank, or combined (a flag is true if it is true on any rank).
 struct PassUse {
   std::vector<bool> used;        // by parameter: whether it had a gradient
   std::vector<bool> recomputed;  // by bucket: whether it had gradients after its reduction began

@@ -144,7 +144,7 @@ class ReductionQueue {
   void discard();
 
   bool has_waiting() const { return !stages_[kWaiting].empty(); }
-  // Makes the waiting results `.grad`. `used` has a flag for each parameter: whether any rank has a gradient.
+  // Makes the waiting results `.grad`. `used` has a flag for each parameter: whether any rank has a gradient of it.
   void accept_waiting(const std::vector<bool>& used);
 
  private:

@@ -23,7 +23,7 @@ struct LowPrecisionPart {
   at::Tensor values;
   std::shared_ptr<LowPrecisionCopy> whole;
 
-  // If a writer of the parameter also writes to this copy, it must call this function after each counted write.
+  // Must be called once after each counted write to the parameter, by a writer that also writes to this copy.
   void note_write(const at::Tensor& parameter) const {
     const uint32_t now = page_of(parameter)->writes();
     if (whole->writes + 1 == now) whole->writes = now;  // otherwise the copy was stale before the write

@@ -238,7 +238,7 @@ at::Tensor CapturedStep::State::run_eagerly(const std::vector<at::Tensor>& given
 void CapturedStep::State::capture() {
   wrapper.backward_pass().prepare_capture();
   for (at::Tensor& input : recorded.inputs) input = at::empty_like(input);
-  // Memory for the numbers of a step that the host sets before each replay: at most all learning rates and step counts.
+  // Memory for the learning rates and step counts that the host sets before each replay. `room` is an upper limit.
   const auto room = static_cast<int64_t>((optimizer_parameters() + 1) * (optimizer.param_groups().size() + 1));
   const at::Tensor numbers = at::empty({room}, at::TensorOptions(at::kFloat).device(device()));
   clear_gradients();

@@ -31,7 +31,7 @@ void require_strided(const std::string& label, const at::Tensor& tensor);
 std::vector<std::string> describe_parameters(const std::vector<PlannedParameter>& parameters);
 std::vector<std::string> describe_buffers(const torch::nn::Module& module);
 
-// Whether `grad` is defined and not a placeholder. Before wrapping, it is then a gradient that the wrapper keeps.
+// Whether `grad` is defined and not a placeholder. In a wrapper's constructor, it is then a gradient of the user.
 bool is_earlier_gradient(const at::Tensor& grad);
 // Returns a line with a checksum for each earlier gradient. If different earlier gradients would make the ranks of a
 // wrapper diverge, the wrapper compares these lines over the ranks.
