@@ -65,7 +65,7 @@ ParameterGeometry state_geometry(const std::string& name, const at::Tensor& para
   return {state_sizes(name, parameter.sizes().vec()), {1}};
 }
 
-// Describes each number and tensor of the states in a line. A receiving rank allocates tensors from these lines.
+// Returns one line for each number and tensor of the states. A receiving rank allocates tensors from these lines.
 std::string describe_states(const std::map<int64_t, ParameterState>& states) {
   std::ostringstream text;
   for (const auto& [index, state] : states) {
@@ -309,7 +309,7 @@ void ShardedOptimizer::take_added_groups() {
   for (size_t group = 0; group < local_->param_groups().size(); ++group)
     for (size_t i = 0; i < param_groups_[group].params().size(); ++i, ++place) {
       const auto known = ownership_.find(param_groups_[group].params()[i].unsafeGetTensorImpl());
-      if (known == ownership_.end() || known->second.index > place)  // smaller: listed twice
+      if (known == ownership_.end() || known->second.index > place)  // a smaller index: a repeated parameter
         throw std::logic_error("OSS on rank " + std::to_string(comm_->rank()) + ": parameter " + std::to_string(i) +
                                " of group " + std::to_string(group) +
                                " is another than when the group was added: add new ones by add_param_group()");
@@ -403,7 +403,7 @@ at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
 
 // Publishes parameters, and meanwhile compares the ranks' options and collectives.
 void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
-  std::vector<std::string> options;  // compared, because a rank may have changed only its own learning rate
+  std::vector<std::string> options;  // compared, because the user may have changed a learning rate on one rank only
   for (const auto& group : param_groups_)
     options.push_back("group " + std::to_string(options.size()) + ": " + text_of(group.options()));
   CollectiveLog log;

@@ -69,7 +69,7 @@ std::vector<SdpModule::Reference> SdpModule::references_to(const std::vector<Sha
   return references;
 }
 
-// Throws if an optimizer was destroyed. Gradients would otherwise still be reduced to the owners that it chose.
+// Throws std::logic_error if an optimizer was destroyed: gradients would still be reduced to the owners that it chose.
 void SdpModule::require_optimizers() const {
   for (const Reference& reference : optimizers_)
     if (reference.lifetime.expired())

@@ -100,7 +100,7 @@ DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> co
   replicated.reducer.backend_all_reduce = options.backend_all_reduce;
   replicated.reducer.is_static = options.static_graph;
   replicated.reducer.zero_copy_bytes = options.zero_copy_bytes;
-  replicated.reducer.in_flight = 1;  // each reduction in flight holds a buffer for the peers' data
+  replicated.reducer.in_flight = 1;  // each further reduction in flight would hold a buffer for the peers' data
   reduce_gradients(nullptr, replicated);
 }
 

@@ -21,7 +21,7 @@ namespace tessera::internal {
 
 struct ReplicatedOptions {
   BucketLimits limits;
-  std::optional<at::ScalarType> wire_dtype;  // dtype of gradients in messages
+  std::optional<at::ScalarType> wire_dtype;  // dtype of gradients in messages; empty: the parameters' dtype
   WireFormat wire = WireFormat::kDtype;      // format of gradients in messages; used only with owners
   bool gradients_are_views = true;           // whether gradients are views of their buckets
   bool must_use_all = false;                 // whether to throw if no rank has a parameter's gradient in an iteration
