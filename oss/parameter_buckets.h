@@ -16,8 +16,8 @@
 
 namespace tessera::internal {
 
-// If steps overlap with publishing, a rank steps its parameters in turns of at least this many bytes in total, and
-// publishes each turn. With fewer bytes, the overhead of the optimizer's calls would be too large. Tests use fewer.
+// If steps overlap with publishing, a rank steps its parameters in turns of at least this many bytes in total. It
+// publishes after each turn. Smaller turns would make the overhead of the optimizer's calls too large. Tests use fewer.
 inline int64_t least_step_bytes = int64_t{8} << 20;
 // Factor for least_step_bytes on a device. There computation is faster than on a CPU, but calls have as much overhead.
 inline constexpr int64_t kDeviceStepFactor = 32;

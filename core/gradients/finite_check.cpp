@@ -34,7 +34,7 @@ at::Tensor flag_of(std::vector<at::Tensor> gradients, at::Device device) {
     const std::vector<at::Tensor> alike(gradients.begin(), others);
     const at::Tensor largest = at::stack(at::_foreach_norm(alike, std::numeric_limits<double>::infinity()));
     flag = at::maximum(flag, at::isfinite(largest).all().logical_not().to(device, at::kByte));
-    for (const at::Tensor& gradient : alike) forget_norm(gradient);  // nothing scales the gradients by this norm
+    for (const at::Tensor& gradient : alike) forget_norm(gradient);  // this norm is not for clipping
     gradients.erase(gradients.begin(), others);
   }
   return flag;

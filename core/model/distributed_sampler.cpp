@@ -94,8 +94,7 @@ struct DistributedSampler::Position {
     return {rank * numel, numel};
   }
 
-  // Moves the cursor past one micro-batch.
-  void advance(Cursor& cursor, std::optional<int64_t> end) const {
+  void advance(Cursor& cursor, std::optional<int64_t> end) const {  // moves the cursor past one micro-batch
     if (++cursor.micro_batch * options.batch_numel < run_of(cursor.first, end).numel) return;
     cursor.micro_batch = 0;
     cursor.first += of_step();
@@ -117,7 +116,8 @@ struct DistributedSampler::Position {
     return found;
   }
 
-  // Begins a loop, and returns the end of its epoch. With drop_last, skips the remaining items if they fill no step.
+  // Begins a loop, and returns the end of its epoch. With drop_last, skips the remaining items if they fill no step. If
+  // this rank gets no batch, moves the cursor to the end.
   int64_t begin_loop(Cursor& cursor) const {
     int64_t end = end_of_epoch(cursor.first);
     if (options.drop_last && cursor.micro_batch == 0 && end - cursor.first < of_step()) {

@@ -49,8 +49,8 @@ class ReplicatedGradients : public BackwardPass {
 
   ~ReplicatedGradients() override;
 
-  // Must be called before each forward. Throws, naming the parameter: std::logic_error if one was added or converted,
-  // std::runtime_error if no rank used one in the last iteration (must_use_all) or replicas differ (collective then).
+  // Begins a forward. Collective if it compares replicas. Throws, naming the parameter: std::logic_error if one was
+  // added or converted, std::runtime_error if no rank used one in the last iteration (must_use_all) or replicas differ.
   void begin_forward();
   // Must be called after each forward, with its result's tensors. Throws std::logic_error if it changed a parameter.
   void end_forward(const std::vector<at::Tensor>& outputs);
