@@ -81,7 +81,8 @@ struct CapturedStep::State {
   };
   // The memory that replays read and write, and the state of the model and the optimizer at the capture.
   struct Recorded {
-    std::vector<at::Tensor> given;   // meta tensors with the dtypes, shapes and strides of the first call's inputs
+    // Meta tensors with the dtypes, shapes and strides of the first call's inputs; empty before the first call.
+    std::optional<std::vector<at::Tensor>> given;
     std::vector<at::Tensor> inputs;  // tensors that replays read; before the capture, inputs of the first call
     std::vector<Gradient> gradients;
     std::vector<Place> places;  // addresses of parameters and buffers
@@ -148,8 +149,8 @@ void CapturedStep::State::check(const std::vector<at::Tensor>& given) const {
       throw std::invalid_argument(c10::str(where(), "input ", i,
                                            " is undefined, requires a gradient or is not strided, expected a strided "
                                            "tensor of values"));
-  const std::vector<at::Tensor>& inputs = recorded.given;
-  if (inputs.empty() && recorded.gradients.empty()) return;
+  if (!recorded.given) return;
+  const std::vector<at::Tensor>& inputs = *recorded.given;
   if (given.size() != inputs.size())
     throw std::invalid_argument(
         c10::str(where(), "got ", given.size(), " inputs, expected ", inputs.size(), " as in the first call"));
@@ -221,10 +222,11 @@ at::Tensor CapturedStep::State::run_eagerly(const std::vector<at::Tensor>& given
   CapturedWork work(device(), /*is_recording=*/false);
   std::vector<at::Tensor> here;
   for (const at::Tensor& input : given) here.push_back(input.to(device(), input.scalar_type(), /*non_blocking=*/true));
-  if (recorded.inputs.empty()) {
+  if (!recorded.given) {
     recorded.inputs = here;
+    recorded.given.emplace();
     for (const at::Tensor& input : given)
-      recorded.given.push_back(at::empty_strided(input.sizes(), input.strides(), input.options().device(at::kMeta)));
+      recorded.given->push_back(at::empty_strided(input.sizes(), input.strides(), input.options().device(at::kMeta)));
   }
   clear_gradients();
   at::Tensor result = run(here);

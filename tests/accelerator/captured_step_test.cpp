@@ -278,6 +278,21 @@ TEST(CapturedStep, OtherInputsAndFrozenParametersAreRefused) {
   });
 }
 
+TEST(CapturedStep, InputsAfterAFirstCallWithoutAnyAreRefused) {
+  const Simulation simulation;
+  accelerator::on_devices(1, [](std::shared_ptr<Communicator> comm) {
+    Net net = net_on(*comm);
+    DistributedDataParallel ddp(net, comm);
+    torch::optim::SGD optimizer(net->parameters(), 1e-2);
+    const at::Tensor x = batch_on(*comm)[0];
+    CapturedStep step(ddp, optimizer, [&](const Inputs&) { return ddp(x).square().mean(); });
+    step({});
+    expect_contains(error_of<std::invalid_argument>([&] { step({x}); }), "got 1 inputs, expected 0");
+    for (int i = 0; i < 5; ++i) step({});
+    EXPECT_TRUE(step.is_captured());
+  });
+}
+
 TEST(CapturedStep, ASecondThreadIsRefused) {
   const Simulation simulation;
   accelerator::on_devices(1, [](std::shared_ptr<Communicator> comm) {
