@@ -23,16 +23,15 @@ struct Span {
   throw std::invalid_argument("trace " + file.string() + " " + why);
 }
 
-std::vector<Span> spans_of(const std::filesystem::path& file, int rank) {
+std::vector<Span> spans_of(const std::filesystem::path& file, int rank) try {
   std::ifstream stream(file);
   if (!stream) refuse_trace(file, "cannot be read");
   std::vector<Span> spans;
   int64_t last_run = -1;
-  std::string line;
   if (const std::string problem = lfs_problem(begin_of_file(file.string(), 64)); !problem.empty())
     refuse_trace(file, problem);
   if (!may_hold_trace(file.string())) refuse_trace(file, "is not a trace of TESSERA_TRACE");
-  while (std::getline(stream, line)) {
+  for (std::string line; std::getline(stream, line);) {
     if (line.size() < 2) continue;  // skips the closing bracket
     const auto event = nlohmann::json::parse(line.begin() + 1, line.end(), nullptr, /*allow_exceptions=*/false);
     if (!event.is_object() || event.value("ph", "") != "X") continue;
@@ -48,6 +47,8 @@ std::vector<Span> spans_of(const std::filesystem::path& file, int rank) {
   }
   std::ranges::stable_sort(spans, {}, &Span::begin_s);
   return spans;
+} catch (const nlohmann::json::exception& error) {  // thrown for a field of another type
+  refuse_trace(file, std::string("is damaged: ") + error.what());
 }
 
 // Returns the end times of optimizer steps. Optimizer spans without compute between them belong to one step. A gradient
