@@ -82,6 +82,9 @@ void ShardedGradients::make_placeholders(const Exclusively& exclusively) {
   };
   module_placeholders_ = std::make_shared<GradPlaceholder>(GradPlaceholder::Events{
       [this](size_t parameter) {
+        if (binding_.tensor(parameter).requires_grad() && !states_[parameter].shard_requires_grad)
+          return binding_.label(parameter) +
+                 " was unfrozen in forward after the first use of its unit: unfreeze it before";
         return "the gradient of " + binding_.label(parameter) +
                " is in the wrapper's shards: build optimizers from fsdp.parameters(), after wrapping, and clip with "
                "fsdp.clip_grad_norm_()";
@@ -102,12 +105,6 @@ ShardedGradients::~ShardedGradients() {
     module_placeholders_->take_out(i, binding_.tensor(i));
     shard_placeholders_->take_out(i, states_[i].shard);
   }
-}
-
-GradState ShardedGradients::state_in_shard(size_t parameter) const {
-  const ParameterState& state = states_[parameter];
-  if (shard_placeholders_->is_in(parameter, state.shard)) return state.in_shard;
-  return GradState::kOrdinary;
 }
 
 GradState ShardedGradients::state_in_module(size_t parameter) const {

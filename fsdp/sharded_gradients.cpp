@@ -26,7 +26,7 @@ void ShardedGradients::begin() {
     if (state.shard_requires_grad && !state.shard.requires_grad())
       binding_.tensor(i).set_requires_grad(state.shard_requires_grad = false);
     if (state_in_module(i) != GradState::kPlaceholder && state.in_module == GradState::kPlaceholder) clear(i);
-    const GradState in_shard = state_in_shard(i);
+    const GradState in_shard = shard_placeholders_->is_in(i, state.shard) ? state.in_shard : GradState::kOrdinary;
     if (in_shard == GradState::kLost) continue;  // if a gradient arrives, add() throws an error
     if (in_shard == GradState::kAccumulating) {
       shard_placeholders_->take_out(i, state.shard);

@@ -74,7 +74,6 @@ class ShardedGradients {
     GradState in_module = GradState::kOrdinary;  // kPlaceholder; kOrdinary if cleared since the last check
     at::Tensor kept = {};                        // kAccumulating: the shard's own `.grad`, set aside
   };
-  GradState state_in_shard(size_t parameter) const;
   GradState state_in_module(size_t parameter) const;
   // The next three functions put placeholders into `.grad`, unless they are already there.
   void place_in_module(size_t parameter);

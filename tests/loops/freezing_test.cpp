@@ -296,7 +296,10 @@ TEST_P(Freezing, UnfrozenInsideForward) {
     return model;
   };
   play(GetParam(),
-       {.expect = GetParam().stage == 3 ? Expect::kEither : Expect::kEqual, .model = frozen, .unused = true},
+       {.expect = GetParam().stage == 3 ? Expect::kEither : Expect::kEqual,
+        .model = frozen,
+        .unused = true,
+        .says = {"was unfrozen in forward after the first use of its unit"}},
        [](Trainer& run) {
          Mlp& net = mlp_of(*run.model);
          for (int step = 0; step < 4; ++step) {
