@@ -8,9 +8,9 @@ jobs=${JOBS:-$(nproc)}
 tools/setup.sh
 tools/setup.sh 2.15.0
 cmake --preset release --log-level=WARNING >/dev/null
-# As in README.md for another libtorch, in a separate build tree.
+# As in README.md for another libtorch, in a separate build tree. -O1 compiles the libraries in two thirds of the time.
 cmake --preset release -B build/newest -DCMAKE_PREFIX_PATH="$PWD/.deps/torch-2.15.0/torch" \
-  -DTESSERA_BUILD_TESTS=ON --log-level=WARNING >/dev/null
+  -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DTESSERA_BUILD_TESTS=ON --log-level=WARNING >/dev/null
 for tree in release newest; do
   cmake --build "build/$tree" -j "$jobs" --target tessera_all train_gpt
 done
