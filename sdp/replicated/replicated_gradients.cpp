@@ -197,9 +197,7 @@ void ReplicatedGradients::require_own_forward(size_t parameter) const {
 // after a backward under no_sync(), the next backward reduces gradients, and needs the state.
 void ReplicatedGradients::note_passed_through(size_t parameter) {
   if (!reduces()) {
-    ParameterState& state = states_[parameter];
-    const bool goes_on = std::exchange(state.grad, GradState::kAccumulating) == GradState::kAccumulating;
-    state.has_average = binding_.tensor(parameter).grad().defined() && (!goes_on || state.has_average);
+    states_[parameter].grad = GradState::kAccumulating;
     flags_.has_own_sums = true;
     return;
   }
@@ -384,13 +382,6 @@ void ReplicatedGradients::agree_on_order() {
 
 void ReplicatedGradients::set_divisor(double divisor) {
   std::lock_guard lock(mutex_);
-  const bool is_changed = divisor != reducer_.divisor().value_or(mesh_.world->size());
-  for (size_t i = 0; i < states_.size() && is_changed; ++i)
-    if (states_[i].grad == GradState::kAccumulating && states_[i].has_average && binding_.tensor(i).grad().defined())
-      throw std::logic_error("set_gradient_divide_factor to " + std::to_string(divisor) + ": the gradient of " +
-                             binding_.label(i) +
-                             " is a sum, made under no_sync(), that includes an earlier average: set the factor before "
-                             "the first backward under no_sync(), or call zero_grad()");
   reducer_.set_divisor(divisor);
 }
 

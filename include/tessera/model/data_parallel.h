@@ -72,8 +72,8 @@ class DataParallel : public ModelShards {
   // Sets the divisor of gradients that are summed over ranks (FSDP2's set_gradient_divide_factor); default: the number
   // of ranks. Applies to the reductions of later backwards, also to sums that were begun under no_sync(). If losses are
   // sums over tokens, the divisor may be the number of tokens of all ranks. Must be equal on all ranks. Throws
-  // std::invalid_argument unless `factor` is above 0, and std::logic_error inside a backward pass. DDP and SDP also
-  // throw std::logic_error if a sum begun under no_sync() includes an average that `.grad` already held.
+  // std::invalid_argument unless `factor` is above 0, and std::logic_error inside a backward pass. Under DDP and
+  // SDP, must not change between the parts of a sum that was begun under no_sync() on top of an average.
   void set_gradient_divide_factor(double factor);
 
   // Sets the divisor to the sum of `own` over the ranks, and returns the sum. For losses that are sums over tokens:
