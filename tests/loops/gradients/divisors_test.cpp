@@ -78,9 +78,7 @@ TEST_P(Divisors, ADivisorSetAfterTheFirstPart) {
   if (GetParam().name == "oss_alone") return;  // which has no wrapper that divides
   for (const bool sets_to_none : {true, false})
     play(GetParam(), {.same_data = true}, [sets_to_none](Trainer& run) {
-      const auto loss = [&](int step) {
-        return (run(part(run, run.x(step))) - part(run, run.y(step))).square().sum();
-      };
+      const auto loss = [&](int step) { return (run(part(run, run.x(step))) - part(run, run.y(step))).square().sum(); };
       run.set_gradient_divide_factor(kRows);
       for (int step = 0; step < 3; ++step) {
         run.optimizer().zero_grad(sets_to_none);
