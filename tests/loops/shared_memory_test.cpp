@@ -126,6 +126,22 @@ std::function<Model()> seeded_double(uint64_t seed) {
   return [seed] { return seeded(seed, []() -> Model { return std::make_shared<Module>(); }); };
 }
 
+// A layer with a sparse matrix of learned values, as docs/fsdp.md says: of a copy of the parameter.
+struct SparseLayer : Mlp {
+  SparseLayer() { values = register_parameter("values", torch::linspace(0.5, 2, 4)); }
+  at::Tensor forward(const at::Tensor& x) override {
+    const at::Tensor indices = torch::tensor({{0, 1, 2, 3}, {1, 2, 3, 0}}, x.options().dtype(at::kLong));
+    const at::Tensor sparse =
+        at::sparse_coo_tensor(indices, values.clone(), {kFeatures, kFeatures}, x.options().layout(at::kSparse));
+    return Mlp::forward(x) + torch::mm(sparse, fc1(x).t()).t();
+  }
+  at::Tensor values;
+};
+
+TEST_P(SharedMemory, ASparseMatrixOfACopyOfAWeight) {
+  play(GetParam(), {.model = [] { return seeded_model<SparseLayer>(65); }}, three_steps);
+}
+
 // In fp64 from the start: to() would give the weight other memory than the view's.
 struct TwoWeights : Net {
   TwoWeights() {
