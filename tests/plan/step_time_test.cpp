@@ -350,7 +350,8 @@ TEST(MeasuredStep, IsTheMedianOfATrace) {
   std::ofstream(folder.path() / "other.json") << "{}\n";
   expect_contains(refused(folder.path() / "other.json", 0), "is not a trace");
   expect_contains(refused(folder.write("pointer.json", kLfsPointer), 0), "pointer.json " + kLfsProblem);
-  for (const char* line : {R"(,{"ph":7})", R"(,{"ph":"X","pid":0,"ts":"1"})", R"(,{"ph":"X","pid":0,"args":[]})"}) {
+  for (const char* line :
+       {R"(,{"ph":7})", R"(,{"ph":"X","pid":1000000,"ts":"1"})", R"(,{"ph":"X","pid":1000000,"args":[]})"}) {
     std::filesystem::copy_file(file, folder.path() / "edited.json", std::filesystem::copy_options::overwrite_existing);
     std::ofstream(folder.path() / "edited.json", std::ios::app) << line << "\n";
     expect_contains(refused(folder.path() / "edited.json", 0), "edited.json is damaged: ");
