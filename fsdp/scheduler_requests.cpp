@@ -220,6 +220,9 @@ void Scheduler::visit_full_state(const ShardedModel::VisitState& visit, const St
     std::lock_guard lock(mutex_);
     require_outside_backward("full_state_dict");
     require_use("full_state_dict");
+    if (summon_ == Summon::kElsewhere)
+      throw std::logic_error("full_state_dict on rank " + model_.rank_text() +
+                             " while full parameters are summoned on rank 0 only: leave the scope first");
     begin_look();
     for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/true);
   }

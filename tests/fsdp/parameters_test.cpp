@@ -207,6 +207,7 @@ TEST(FullParameters, OnRankZeroOnly) {
       } else {
         EXPECT_EQ(fsdp.memory().gathered_bytes, 0);
         expect_contains(error_of<std::logic_error>([&] { (model->parameters()[2] + 1).sum(); }), "rank 0 only");
+        expect_contains(error_of<std::logic_error>([&] { fsdp.full_state_dict(); }), "rank 0 only");
       }
     }
     expect_same_parameters(fsdp, *reference, "after");
