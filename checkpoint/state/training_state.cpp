@@ -19,7 +19,8 @@ class ScalerState : public Stateful {
   }
   void check_state_values(const StateValues& values) const override {
     require_same_form(values, state_values(), "a gradient scaler");
-    ShardedGradScaler(scaler_).load_state({std::get<double>(values.at("scale")), 0});  // throws if the scale is invalid
+    ShardedGradScaler copy(scaler_);  // throws if a value is invalid
+    copy.load_state({std::get<double>(values.at("scale")), std::get<int64_t>(values.at("finite_steps"))});
   }
   void load_state_values(const StateValues& values) override {
     scaler_.load_state({std::get<double>(values.at("scale")), std::get<int64_t>(values.at("finite_steps"))});

@@ -146,6 +146,7 @@ TEST(GradScaler, MistakesAreNamed) {
     expect_contains(error_of<std::invalid_argument>([&] { ShardedGradScaler other(comm, {.backoff_factor = 1}); }),
                     "backoff_factor");
     EXPECT_THROW(ShardedGradScaler(nullptr), std::invalid_argument);
+    EXPECT_THROW(scaler.load_state({.scale = 2, .finite_steps = -5}), std::invalid_argument);
     scaler.load_state({.scale = 2, .finite_steps = 5});
     EXPECT_EQ(scaler.get_scale(), 2);
     EXPECT_EQ(scaler.state().finite_steps, 5);

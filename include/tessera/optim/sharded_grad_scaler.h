@@ -60,7 +60,8 @@ class ShardedGradScaler {
     int64_t finite_steps = 0;  // successive finite steps since the scale changed
   };
   State state() const { return {scale_, finite_steps_}; }  // equal on all ranks; must be called after update()
-  // Continues from `state`. Throws std::invalid_argument if state.scale is not a valid initial_scale.
+  // Continues from `state`. Throws std::invalid_argument if state.scale is not a valid initial_scale, or finite_steps
+  // is negative.
   void load_state(State state);
 
  private:
