@@ -40,7 +40,7 @@ class InterruptibleStore : public c10d::PrefixStore {
     const auto began = RunClock::now();
     for (std::chrono::microseconds pause{100}; !check(keys); pause = std::min(2 * pause, kLongestPause)) {
       if (is_interrupted_) throw std::runtime_error("the group is closed");
-      if (RunClock::now() - began > timeout) {
+      if (timeout != kNoTimeout && RunClock::now() - began > timeout) {
         has_timed_out_ = true;
         throw std::runtime_error(c10::str("timed out after ", static_cast<double>(timeout.count()) * 1e-3, " s"));
       }
