@@ -39,11 +39,11 @@ void StoreMailbox::leave(const std::string& name, const std::string& text) const
 }
 
 std::optional<std::string> StoreMailbox::find(const std::string& name) const {
-  static const std::string kAbsent(1, '\0');
+  static const std::string absent(1, '\0');
   const std::string text = reach(name, [&](const std::string& key) {
-    return store_->compareSet(key, kAbsent, kAbsent);  // get() would block until the text exists
+    return store_->compareSet(key, absent, absent);  // get() would block until the text exists
   });
-  return text == kAbsent ? std::nullopt : std::optional(text);
+  return text == absent ? std::nullopt : std::optional(text);
 }
 
 int64_t StoreMailbox::add(const std::string& name, int64_t amount) const {

@@ -111,14 +111,14 @@ void TraceAppender::truncate(int64_t bytes) const {
 }
 
 int64_t TraceAppender::number_of(const std::string& run) const {
-  const nlohmann::json::json_pointer kRun("/args/run");
+  const nlohmann::json::json_pointer run_place("/args/run");
   std::vector<nlohmann::json> runs;
   std::ifstream file(path_, std::ios::binary);
   for (std::string line; std::getline(file, line);) {
     if (line.empty() || line.compare(1, kRankBegin.size(), kRankBegin) != 0) continue;
     const auto event = nlohmann::json::parse(line.substr(1), nullptr, /*allow_exceptions=*/false);
-    if (!event.contains(kRun)) continue;  // the file was edited, which merge_traces() reports
-    if (std::ranges::find(runs, event[kRun]) == runs.end()) runs.push_back(event[kRun]);
+    if (!event.contains(run_place)) continue;  // the file was edited, which merge_traces() reports
+    if (std::ranges::find(runs, event[run_place]) == runs.end()) runs.push_back(event[run_place]);
   }
   return std::ranges::find(runs, nlohmann::json(run)) - runs.begin();
 }

@@ -21,8 +21,8 @@ constexpr int kMaxArchiveDepth = 400;
   throw ExportedError("the field '" + std::string(name) + "' " + reason);
 }
 
-template <class Convert>
-auto converted_field(const json& object, const char* name, Convert convert) {
+template <class Value>
+Value converted_field(const json& object, const char* name, Value (*convert)(const json&)) {
   const json& value = field(object, name);
   try {
     return convert(value);
