@@ -70,7 +70,7 @@ json Acceptor::answer(const json& request) {
   if (is_retired_) answer["retired"] = true;
   if (op == "look" || op == "decided" || generation != generation_ || is_retired_) return answer;
   const auto ballot = request.at("ballot").get<int64_t>();
-  // "prepare" needs a new ballot. "accept" repeats the ballot of the proposal's own "prepare".
+  // As in Paxos, "prepare" needs a higher ballot than any promised one. For "accept", an equal one suffices.
   const bool agrees = op == "prepare" ? ballot > promised_ : ballot >= promised_;
   answer["agrees"] = agrees;
   if (!agrees) return answer;

@@ -33,7 +33,7 @@ class BetweenPasses {
 
   ShardedModel& model_;
   std::vector<Parameter> parameters_;
-  bool gradients_changed_ = false;      // whether the last two reducing passes left gradients in different parameters
+  bool gradients_changed_ = false;      // whether the last reducing pass changed the set of parameters with gradients
   std::optional<bool> all_ranks_step_;  // whether every rank has a trained element with a gradient; empty: unknown
   std::optional<uint64_t> writes_;      // shards' write count when the last pass began or ended; empty: not compared
 };

@@ -64,8 +64,7 @@ at::Tensor orthogonalized(const at::Tensor& matrix, int64_t ns_steps) {
                                          matrix.scalar_type(), ", expected a floating-point matrix"));
   const bool is_tall = matrix.size(0) > matrix.size(1);
   at::Tensor x = is_tall ? matrix.t() : matrix;
-  // Computes the norm in higher precision. Rounding to bf16 could leave a singular value above 1, for which the
-  // iteration diverges.
+  // Sums the squares in higher precision: with a norm that is too small, the iteration diverges.
   x = x / x.norm(2, at::toOpMathType(x.scalar_type())).clamp_min(kSmallestNorm).to(x.scalar_type());
   for (int64_t step = 0; step < ns_steps; ++step) {
     const at::Tensor gram = at::mm(x, x.t());

@@ -25,8 +25,9 @@ class SliceReader {
   // `saved` must pass check_saved_tensors() and outlive the reader. fetch() reads on up to `threads` threads.
   explicit SliceReader(const SavedTensors& saved, Progress progress = {}, int threads = 1);
 
-  // Schedules a box of the tensor `name`, which must exist. fetch() writes the element with index i to
-  // target[sum(i * strides) - origin], where `target` is an array of the saved dtype.
+  // Schedules a box of the tensor `name`, which must exist. `target`, an array of the saved dtype, must stay valid
+  // until fetch(). fetch() writes an element to target[sum(i * strides) - origin], where i is its index in the whole
+  // tensor.
   void want(const std::string& name, const Box& box, void* target, const std::vector<int64_t>& strides, int64_t origin);
   // Reads all scheduled boxes, one file after the other, and opens each file only once.
   void fetch();

@@ -16,10 +16,10 @@ namespace tessera::internal {
 // Turns a folder of files into a checkpoint in one atomic step (FORMAT.md, "How a checkpoint is written").
 class PartialCheckpoint {
  public:
-  // Creates the folder for the ranks' files: beside a local target (with missing parents), or inside a remote target.
-  // Removes leftovers of killed saves to this target, and calls `progress` after each removal. Throws if the target
-  // exists and is neither empty nor a (possibly damaged) checkpoint. Also throws if a local file system cannot replace
-  // the target atomically.
+  // Creates the folder for the ranks' files (and missing parent folders): beside a local target, or inside a remote
+  // one. Removes leftovers of killed saves to this target, and calls `progress` after each removed file. Throws if the
+  // target has a reserved name, or is neither empty nor a (possibly damaged) checkpoint. Also throws if a local file
+  // system cannot replace the target atomically.
   static std::unique_ptr<PartialCheckpoint> begin(
       const std::filesystem::path& target, const std::function<void()>& progress = [] {});
   // After commit(), removes the replaced checkpoint unless a reader locked it. Without commit(), removes the new files.

@@ -199,7 +199,8 @@ class GradientReducer {
   // first gradients. Skips buckets in `order` without trained members, unless `frozen_too` is true. It must be true if
   // any rank may call add_kept() for such a bucket.
   void begin(const std::vector<size_t>& order, bool frozen_too = false);
-  // Adds a parameter's gradient, of any layout; undefined means no gradient. Returns whether its bucket is full now.
+  // Adds a parameter's gradient, of any layout. An undefined one adds nothing, but counts as an arrival. Returns
+  // whether the bucket is full now. Throws std::logic_error if an observer has seen the bucket reduced.
   bool add(size_t parameter, const at::Tensor& gradient);
   // Starts reducing full buckets, up to the first bucket in the order that is not full. Must not be called in a pass
   // that does not reduce. The caller should first free memory that buckets may reuse.

@@ -486,7 +486,7 @@ int internal::spawn_surviving(int world, int argc, char** argv, std::chrono::mil
   return ranks.supervise(signals.fd(), [&](int rank) {
     try {
       tell_of_end(store, token, rank);
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the others then wait until their timeout
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the rendezvous then waits for its timeout
     }
   });
 }

@@ -21,8 +21,8 @@
 
 namespace tessera::internal {
 
-// The dispatch key under which operators are recorded; no other file names the key. libtorch reserves the key for modes
-// with a boxed fallback, and does not use it.
+// The dispatch key of the boxed fallback that records operators; no other file names the key. libtorch means it for
+// tests, and does not use it, so no mode of libtorch conflicts.
 #define TESSERA_DEFERRED_KEY TESTING_ONLY_GenericMode
 static constexpr auto kDeferredKey = c10::DispatchKey::TESSERA_DEFERRED_KEY;
 

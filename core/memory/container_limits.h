@@ -8,8 +8,8 @@
 
 namespace tessera::internal {
 
-// The Linux control groups of this process (for a container, a Slurm job or systemd), version 1 or 2. A group's limit
-// also applies to inner groups, so every limit on the path from this group to the root applies. Thread-safe.
+// The place of a process's Linux control groups (of a container, a Slurm job or systemd), version 1 or 2. A limit also
+// applies to inner groups, so all limits from the process's group up to the root apply.
 struct ControlGroups {
   std::string of_process;  // text in the format of /proc/<pid>/cgroup
   std::filesystem::path mounted_at = "/sys/fs/cgroup";

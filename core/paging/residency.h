@@ -144,8 +144,8 @@ class Pager {
 // record this forward. Backward recomputes the forward with recording, so that its parameters get gradients.
 class RecomputesLater : public ThreadCondition<RecomputesLater> {};
 
-// Returns how autograd treats an operator that this thread calls now:
-//   kRecording     recorded in forward, or in a part of forward that backward will recompute (checkpointed())
+// Returns the purpose of an operator that this thread calls now:
+//   kRecording     forward: recorded by autograd, or (checkpointed()) recomputed by backward later
 //   kRecomputing   recorded in a part of forward that backward recomputes now
 //   kInBackward    not recorded, in backward: needs the values of forward
 //   kNotRecording  not recorded, outside backward: an evaluation, whose values may differ from those of forward

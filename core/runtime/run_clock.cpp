@@ -128,7 +128,7 @@ RunAlarm::RunAlarm(RunClock::time_point until, std::function<void()> act) : unti
   RunAlarms& alarms = *RunAlarms::of_process.load();
   const std::lock_guard lock(alarms.mutex);
   alarms.waiting.emplace(until_, this);
-  RunClock::now();  // starts the thread
+  RunClock::now();  // starts the clock's thread, which calls due alarms
 }
 
 RunAlarm::~RunAlarm() {

@@ -52,7 +52,8 @@ void require_may_reattach(const Unit& unit, const PagedFlatParameter& paged, siz
                            ": move and convert the module before it is wrapped, and change values between steps");
 }
 
-// Copies the user's new values of a parameter: all values if the unit is summoned, otherwise this rank's part.
+// Copies a replaced parameter's new values: if the unit is summoned, all to the full parameter, otherwise this rank's
+// part to the shard. Then makes the parameter a view of the page again.
 void take_values(PagedFlatParameter& paged, size_t index, bool is_summoned) {
   at::NoGradGuard no_grad;
   FlatParameter& flat = paged.flat;

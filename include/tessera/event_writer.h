@@ -22,7 +22,7 @@ namespace tessera {
 // checksum), even if the disk is full. After a kill of the process, the last record may be incomplete. Thread-safe.
 class EventWriter {
  public:
-  // Options of EventWriter.
+  // When to write points to the file, and where to report failures of writes.
   struct Options {
     // scalar() writes pending records if the last write is at least this old. If the process is killed, at most the
     // pending records are lost.

@@ -46,7 +46,8 @@ double processor_s_per_byte(const RankTimer& timer, const Exchanged& exchanged) 
   const auto multiply = [&] {
     for (int i = 0; i < products; ++i) at::mm(x, x);
   };
-  // Alternates products alone with products beside messages, because on a slow link the two times differ little.
+  // Times products without and with messages in turn, so that a drift of the processor's speed does not hide the
+  // difference, which is small on a slow link.
   std::vector<double> slower_s;
   for (int pair = 0; pair < (timer.options().quick ? kQuickCalls : kCalls); ++pair) {
     const double began_s = thread_processor_s();

@@ -34,7 +34,7 @@ namespace {
 constexpr int64_t kMostBytesRun = int64_t{32} << 20;  // maximum size of the arguments of an operator run on zeros
 
 enum class How : uint8_t {
-  kThrough,  // not recorded: a view, or a composite operator, whose parts are recorded instead
+  kThrough,  // not recorded: a view, an operator on metadata, or a composite operator (its parts are recorded)
   kKernel,   // computes tensors
   kValue,    // returns a value to the host
   kShape,    // returns tensors whose shapes depend on values

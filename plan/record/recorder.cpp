@@ -114,7 +114,7 @@ void install_allocator() {
   });
 }
 
-// Returns the address of a tensor's memory, or null if the tensor has no memory (a parameter of a resharded unit).
+// Returns the address of a CPU tensor's memory. Null on other devices, and without memory (in a resharded unit).
 const void* memory_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage() || !tensor.device().is_cpu()) return nullptr;
   return tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr().get();

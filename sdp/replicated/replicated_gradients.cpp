@@ -193,8 +193,8 @@ void ReplicatedGradients::require_own_forward(size_t parameter) const {
                            " has a gradient of a forward through another wrapper: train it through one wrapper");
 }
 
-// Records the state of a gradient in a group of one rank, where autograd accumulates gradients. If a divisor is set
-// after a backward under no_sync(), the next backward reduces gradients, and needs the state.
+// Called in a group of one rank without a divisor, where autograd accumulates gradients. Under no_sync(), marks the
+// gradient as kAccumulating; otherwise marks all as kOrdinary. A reduction, if a divisor is set later, reads the marks.
 void ReplicatedGradients::note_passed_through(size_t parameter) {
   if (!reduces()) {
     states_[parameter].grad = GradState::kAccumulating;

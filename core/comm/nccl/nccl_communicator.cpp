@@ -128,7 +128,8 @@ class NcclCommunicator : public Communicator,
     enqueue();
     track(c10::make_intrusive<ReplayEnd>(device()), description);
   }
-  // Groups split from this one also track the replay: only a group's own thread can abort its kernels in the replay.
+  // Lets this group and those split from it track the end of a replay, which may contain kernels of each. If the replay
+  // stalls, only a group's own thread can abort the group's kernels.
   void track(const Work& end, const std::string& description) {
     if (size() == 1) return;
     watch_.started(sequence_++, description);

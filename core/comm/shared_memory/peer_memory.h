@@ -58,9 +58,9 @@ class PeerMemory {
     int peer;
   };
 
-  // Finds, through the store, the ranks of this host that want to take part (`is_wanted`). Connects them if all of them
-  // reach each other's memory; otherwise, or if this rank is the only one, returns null. Collective. `is_wanted` and
-  // `permits_tracing` may differ between ranks. Throws std::exception if a rank is missing after `timeout`.
+  // Connects the ranks of this host for which `is_wanted` is true. Returns null if this rank or all others take no
+  // part, or if one of them cannot reach another's memory. `permits_tracing` may let them access this process's memory.
+  // Both may differ between ranks. Collective. Throws std::exception if a rank is missing after `timeout`.
   static std::unique_ptr<PeerMemory> connect(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
                                              bool is_wanted, bool permits_tracing = false);
   ~PeerMemory();

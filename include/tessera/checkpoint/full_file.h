@@ -51,7 +51,7 @@ struct FullTensor {
   std::vector<std::string> aliases{};
 };
 
-// Returns descriptions of the tensors at a path of load_full(), by name. Not collective. Throws CheckpointError.
+// Returns the tensors at `path` (as in load_full()), sorted by name. Not collective. Throws CheckpointError.
 std::vector<FullTensor> list_full(const std::filesystem::path& path);
 
 // Reads the tensor with the name or alias `name` into host memory. `path` is as in load_full(). Not collective. Throws

@@ -38,9 +38,9 @@ struct AdamW8bitParamState : internal::ListedState<AdamW8bitParamState> {
   TORCH_ARG(int64_t, step) = 0;             // number of steps taken
   TORCH_ARG(at::Tensor, exp_avg);           // small parameters: average of gradients, fp32
   TORCH_ARG(at::Tensor, exp_avg_sq);        // small parameters: average of squared gradients, fp32
-  TORCH_ARG(at::Tensor, exp_avg_8bit);      // uint8, of the parameter's shape: indices into dynamic_map()
+  TORCH_ARG(at::Tensor, exp_avg_8bit);      // uint8, of the parameter's shape: indices into dynamic_map(true)
   TORCH_ARG(at::Tensor, exp_avg_scale);     // fp32, one for each block: the largest absolute value
-  TORCH_ARG(at::Tensor, exp_avg_sq_8bit);   // as exp_avg_8bit, for squared gradients
+  TORCH_ARG(at::Tensor, exp_avg_sq_8bit);   // squared gradients: indices into dynamic_map(false)
   TORCH_ARG(at::Tensor, exp_avg_sq_scale);  // as exp_avg_scale, for squared gradients
 
  public:

@@ -45,8 +45,8 @@ class WarmupLR : public LambdaLR {
 };
 
 // The rate rises like that of WarmupLR, then falls by half a cosine: from the peak at step `warmup_steps` to peak *
-// final_fraction at the last step, total_steps - 1. Later steps have the rate peak * final_fraction. Loshchilov and
-// Hutter, 2017 (https://arxiv.org/abs/1608.03983), without restarts.
+// final_fraction at the last step, total_steps - 1. If both are one step, it has the peak. Later steps have the rate
+// peak * final_fraction. Loshchilov and Hutter, 2017 (https://arxiv.org/abs/1608.03983), without restarts.
 class WarmupCosineLR : public LambdaLR {
  public:
   // Throws std::invalid_argument unless 0 <= warmup_steps <= total_steps, total_steps >= 1 and final_fraction >= 0.
