@@ -67,6 +67,18 @@ TEST(GuestStore, RunsAllCollectivesOverAnyStore) {
     }
 }
 
+TEST(GuestStore, SplitsOverAStoreWithoutATimeout) {
+  const StorePtr store = hash_store();
+  store->setTimeout(c10d::Store::kNoTimeout);
+  EXPECT_EQ(on_threads(2,
+                       [&](int rank) {
+                         const auto comm = communicator_from(store, rank, 2, {.timeout = 60s});
+                         if (rank == 1) std::this_thread::sleep_for(100ms);  // rank 0 waits
+                         check_collectives(*comm->split(0));
+                       }),
+            no_errors(2));
+}
+
 TEST(GuestStore, TrainsForcesInFp64UnderEveryWrapper) {
   for (const Wrapper wrapper : {Wrapper::kDdp, Wrapper::kOssSdp, Wrapper::kFsdp}) {
     const StorePtr store = hash_store();
