@@ -124,9 +124,10 @@ ScopeExit Scheduler::pre_forward() {
 void Scheduler::post_forward() {
   if (inside_backward()) return;
   if (!c10::GradMode::is_enabled()) return model_.mesh().world->throw_if_aborted("forward()");
+  if (model_.mesh().world->device().is_cpu()) return;
   std::lock_guard lock(mutex_);
   NoGradNoInferenceGuard quiet;
-  if (!model_.mesh().world->device().is_cpu()) unsharded_.post_forward();
+  unsharded_.post_forward();
 }
 
 // ---- backward -----------------------------------------------------------------------------------

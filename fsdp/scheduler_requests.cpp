@@ -13,10 +13,6 @@
 namespace tessera::internal {
 namespace {
 
-void require_outside_backward(const char* call) {
-  if (inside_backward()) throw std::logic_error(std::string(call) + " inside a backward pass");
-}
-
 void describe_order(std::ostream& text, const char* pass, const PrefetchOrder& order, size_t most,
                     const ShardedModel& model) {
   const auto& seen = order.seen().empty() ? order.expected() : order.seen();

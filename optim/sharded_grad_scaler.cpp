@@ -108,9 +108,8 @@ void ShardedGradScaler::update() {
 
 void ShardedGradScaler::load_state(State state) {
   require_option(is_usable(state.scale), "ShardedGradScaler::load_state", "scale", state.scale, kUsable);
-  if (state.finite_steps < 0)
-    throw std::invalid_argument(
-        c10::str("ShardedGradScaler::load_state: finite_steps is ", state.finite_steps, ", expected 0 or more"));
+  require_option(state.finite_steps >= 0, "ShardedGradScaler::load_state", "finite_steps",
+                 static_cast<double>(state.finite_steps), "0 or more");
   scale_ = state.scale;
   finite_steps_ = state.finite_steps;
   seen_.clear();

@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <mutex>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -50,6 +52,10 @@ Engine& engine_of_process() {
 }  // namespace
 
 bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+void require_outside_backward(const char* call) {
+  if (inside_backward()) throw std::logic_error(std::string(call) + " inside a backward pass");
+}
 
 void at_end_of_backward(std::function<void()> callback) {
   Engine::get_default_engine().queue_callback(std::move(callback));

@@ -107,7 +107,7 @@ void BackwardPass::recover() {
 }
 
 void BackwardPass::require_capturable(std::initializer_list<std::pair<bool, const char*>> options) const {
-  if (inside_backward()) throw std::logic_error("CapturedStep inside a backward pass");
+  require_outside_backward("CapturedStep");
   for (const auto& [is_set, what] : options)
     if (is_set)
       throw std::invalid_argument("CapturedStep of " + name() + ": the host takes part in a pass with " + what +
@@ -122,7 +122,7 @@ ScopeExit BackwardPass::no_sync() {
 void BackwardPass::count_no_sync_scope(int change) {
   std::lock_guard lock(mutex_);
   if (change < 0 || !inside_backward()) no_sync_scopes_ += change;  // a scope closes once, even if closing throws
-  if (inside_backward()) throw std::logic_error("no_sync inside a backward pass");
+  require_outside_backward("no_sync");
 }
 
 }  // namespace tessera::internal

@@ -92,7 +92,6 @@ class GradientCollector {
   std::vector<size_t> arrivals_;
 };
 
-// The state of a bucket in a pass.
 enum class BucketState : uint8_t {
   kIdle,     // not in the order yet
   kQueued,   // waits for its turn in the order

@@ -20,14 +20,14 @@ torch::OrderedDict<std::string, at::Tensor> defined_buffers(const torch::nn::Mod
 ScopeExit DataParallel::no_sync() { return backward_pass().no_sync(); }
 
 void DataParallel::set_gradient_divide_factor(double factor) {
-  if (inside_backward()) throw std::logic_error("set_gradient_divide_factor inside a backward pass");
+  require_outside_backward("set_gradient_divide_factor");
   if (!(factor > 0))
     throw std::invalid_argument("set_gradient_divide_factor: got " + std::to_string(factor) + ", expected more than 0");
   backward_pass().set_divisor(factor);
 }
 
 int64_t DataParallel::divide_gradients_by_sum(int64_t own) {
-  if (inside_backward()) throw std::logic_error("divide_gradients_by_sum inside a backward pass");
+  require_outside_backward("divide_gradients_by_sum");
   // Also sums the number of ranks that passed a negative number, so that all ranks throw.
   const at::Tensor own_counts = at::empty({2}, at::TensorOptions(at::kCPU).dtype(at::kLong));
   own_counts[0].fill_(own);

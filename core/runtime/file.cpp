@@ -100,8 +100,7 @@ File File::open_to_write(const std::filesystem::path& path, ThrowFailure fail) {
 File File::create_unnamed(const std::filesystem::path& directory, ThrowFailure fail) {
   int descriptor = open_unnamed(directory.string(), O_DIRECT);
   const bool is_direct = descriptor >= 0;
-  if (!is_direct && errno == EINVAL)
-    descriptor = open_unnamed(directory.string(), 0);  // a file system without O_DIRECT, such as tmpfs
+  if (!is_direct && errno == EINVAL) descriptor = open_unnamed(directory.string(), 0);  // tmpfs has no O_DIRECT
   const int error_number = errno;
   if (descriptor < 0) throw_with(fail, {directory, FileAction::kCreate, error_number, ""});
   File file(directory, descriptor, fail);

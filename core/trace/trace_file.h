@@ -46,7 +46,6 @@ class TraceAppender {
   TraceAppender(const TraceAppender&) = delete;
   TraceAppender& operator=(const TraceAppender&) = delete;
 
-  // Returns whether the file has no lines.
   bool is_empty() const { return bytes_ == 0; }
 
   // Returns the number of a run in the file, from 0, or the next free number for a new run. Reads the whole file.

@@ -164,11 +164,10 @@ class ShardedOptimizer : public torch::optim::Optimizer, public internal::Optimi
   const std::unique_ptr<internal::ReplicaComparison> comparison_;
   std::unordered_map<const c10::TensorImpl*, Ownership> ownership_;
   const std::unique_ptr<internal::Partition> partition_;
-  std::vector<int64_t> owned_costs_;                // by rank: sum of step_cost_ of owned parameters
-  std::unique_ptr<torch::optim::Optimizer> local_;  // its states are in state() between steps
-  const std::unique_ptr<internal::LateReports>
-      late_reports_;                          // on a device: comparisons of earlier steps, not read yet
-  std::unique_ptr<internal::HostStep> host_;  // null without offload
+  std::vector<int64_t> owned_costs_;                           // by rank: sum of step_cost_ of owned parameters
+  std::unique_ptr<torch::optim::Optimizer> local_;             // its states are in state() between steps
+  const std::unique_ptr<internal::LateReports> late_reports_;  // on a device: unread comparisons of earlier steps
+  std::unique_ptr<internal::HostStep> host_;                   // null without offload
   std::vector<std::unique_ptr<internal::ParameterBuckets>> buckets_;  // one object for each call that added groups
   std::optional<OptimizerStateDict> consolidated_;
   const std::shared_ptr<internal::SingleThreadChecker> calls_;

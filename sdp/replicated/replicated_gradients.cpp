@@ -95,7 +95,7 @@ void ReplicatedGradients::refresh_trainable() {
 }
 
 void ReplicatedGradients::plan_trainable() {
-  if (inside_backward()) throw std::logic_error("refresh_trainable inside a backward pass");
+  require_outside_backward("refresh_trainable");
   bool changed = false;
   std::vector<size_t> order;  // backward reaches the last parameters first
   for (size_t i = states_.size(); i-- > 0;) {

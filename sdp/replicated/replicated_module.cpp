@@ -52,6 +52,7 @@ ScopeExit ReplicatedModule::begin_forward() {
   if (std::exchange(last_forward_trained_, c10::GradMode::is_enabled() && gradients_->reduces()) &&
       setup_.broadcast_buffers && named_buffers().size() > 0)
     broadcast_buffers();
+  if (RangeSink::active() == nullptr) return ScopeExit([call] {});
   auto range = std::make_shared<OpenRange>();
   range->begin([] { return std::string("forward"); });
   return ScopeExit([call, range] { range->end(); });

@@ -212,8 +212,8 @@ bool PeerMemory::is_alive(int peer) const {
   const auto& [process, descriptor] = peers_[local_[peer]];
   if (descriptor < 0) return process.is_reached();
   pollfd ends{descriptor, POLLIN, 0};
-  return retried([&] { return ::poll(&ends, 1, 0); }) ==
-         0;  // a pidfd is readable when its process has ended, reaped or not
+  // A pidfd is readable when its process has ended, reaped or not.
+  return retried([&] { return ::poll(&ends, 1, 0); }) == 0;
 }
 
 void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, int peer) const {

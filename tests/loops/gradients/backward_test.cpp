@@ -32,6 +32,30 @@ TEST_P(Backward, TwoForwardsThenOneOfTheSum) {
   });
 }
 
+struct Deep : Net {
+  Deep() {
+    for (int i = 0; i < 9; ++i) layers->push_back(torch::nn::Linear(kFeatures, kFeatures));
+    register_module("layers", layers);
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) override { return layers->forward(x).tanh(); }
+  torch::nn::Sequential layers;
+};
+
+// With so many units, FSDP on a device reshards them at the end of each forward. The penalty uses them once more.
+TEST_P(Backward, ManyLayersTwoForwardsAndAPenalty) {
+  const auto deep = [] { return seeded(8, []() -> Model { return std::make_shared<Deep>(); }); };
+  play(GetParam(), {.model = deep}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.optimizer().zero_grad();
+      at::Tensor loss = run.loss(2 * step) + run.loss(2 * step + 1);
+      for (const at::Tensor& parameter : run.model->parameters()) loss = loss + 0.01 * parameter.square().sum();
+      loss.backward();
+      run.optimizer().step();
+    }
+  });
+}
+
 TEST_P(Backward, TwoForwardsThenTwo) {
   play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
