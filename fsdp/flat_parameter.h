@@ -166,7 +166,6 @@ class FlatParameter : public FlatSpec {
   std::shared_ptr<LowPrecisionCopy> low_precision_;  // copy of a host shard in gather_dtype(); null if dtypes are equal
   std::vector<at::Tensor> parameter_shards_;
   std::unique_ptr<Page> own_page_;  // page of the shard; null if the shard is on disk: DiskPager owns that page
-  // Kept as a pointer, because page_of(shard_) would race with a thread that evicts the shard.
   Page* shard_page_ = nullptr;
   std::unique_ptr<GradientBuffer> gradient_;
 };

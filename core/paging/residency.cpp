@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <typeinfo>
 #include <utility>
 
 #include "core/paging/boxed_tensors.h"
@@ -19,15 +20,20 @@ namespace tessera::internal {
 
 namespace {
 
-// The deleter of a page's storage. It identifies storages of pages. The context is a std::shared_ptr<State>.
-void delete_state(void* context) { delete static_cast<std::shared_ptr<Page::State>*>(context); }
+// The storage of a page. Never changes the state, so that threads may find it while the pager moves the memory.
+struct PageStorage final : c10::StorageImpl {
+  explicit PageStorage(std::shared_ptr<Page::State> page)
+      : StorageImpl(use_byte_size_t(), 0, {nullptr, page->device}, /*allocator=*/nullptr, /*resizable=*/false),
+        state(std::move(page)) {}
+  const std::shared_ptr<Page::State> state;
+};
 
 }  // namespace
 
 Page::State* page_state_of(const at::Tensor& view) {
-  const at::DataPtr& pointer = view.unsafeGetTensorImpl()->unsafe_storage().data_ptr();
-  if (pointer.get_deleter() != &delete_state) return nullptr;
-  return static_cast<std::shared_ptr<Page::State>*>(pointer.get_context())->get();
+  const c10::StorageImpl* storage = view.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  if (storage == nullptr || typeid(*storage) != typeid(PageStorage)) return nullptr;
+  return static_cast<const PageStorage*>(storage)->state.get();
 }
 
 Page::Page(Pager* pager, int id, std::string name, at::Device device) : id_(id), state_(std::make_shared<State>()) {
@@ -35,7 +41,7 @@ Page::Page(Pager* pager, int id, std::string name, at::Device device) : id_(id),
   state_->page = this;
   state_->name = std::move(name);
   state_->device = device;
-  storage_ = c10::Storage(c10::Storage::use_byte_size_t(), 0, pointer_to(nullptr, device));
+  storage_ = c10::Storage(c10::make_intrusive<PageStorage>(state_));
 }
 
 Page::~Page() {
@@ -47,14 +53,9 @@ bool Page::holds(const at::Tensor& view) const {
   return view.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == storage_.unsafeGetStorageImpl();
 }
 
-at::DataPtr Page::pointer_to(void* data, at::Device device) const {
-  return {data, new std::shared_ptr<State>(state_), &delete_state, device};
-}
-
 void Page::set_data(void* data, size_t bytes) {
-  auto* storage = storage_.unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(pointer_to(data, storage->device()));
-  storage->set_nbytes(bytes);
+  storage_.unsafeGetStorageImpl()->set_data_ptr_noswap({data, state_->device});
+  storage_.set_nbytes(bytes);
 }
 
 at::Tensor Page::view(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides,

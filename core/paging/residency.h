@@ -117,7 +117,6 @@ class Page {
   };
 
  private:
-  at::DataPtr pointer_to(void* data, at::Device device) const;
   void set_data(void* data, size_t bytes);
 
   const int id_;

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <random>
 
 #include "checkpoint/state/saved_state.h"
@@ -209,6 +210,28 @@ TEST(DiskPager, AFileOfManyTensorsGrowsByLittleWhenAllAreReplaced) {
   for (int round = 0; round < 5; ++round)
     for (at::Tensor& tensor : tensors) tensor = pager.make({1024}, {1}, at::kFloat, "a tensor");
   EXPECT_LE(pager.disk_bytes(), (160 + 160 / 16 + 2) * 4096);
+}
+
+// Each thread evicts the tensors that the others look up and read.
+TEST(DiskPager, ThreadsReadTensorsThatOtherThreadsEvict) {
+  const Folder folder;
+  DiskPager pager({.directory = folder.path(), .buffer_bytes = 5 * 8192, .read_ahead = 1, .threads = 2});
+  std::vector<at::Tensor> tensors;
+  for (int i = 0; i < 12; ++i) tensors.push_back(pager.make({1024}, {1}, at::kFloat, "a tensor").fill_(i));
+  std::vector<std::future<int>> threads;
+  for (unsigned seed = 0; seed < 3; ++seed)
+    threads.push_back(std::async(std::launch::async, [&, seed] {
+      std::mt19937 random(seed);
+      int wrong = 0;
+      for (int step = 0; step < 400; ++step) {
+        const size_t i = random() % tensors.size();
+        if (DiskPager::of(tensors[i]) != &pager) ++wrong;
+        const auto sum = step % 2 == 0 ? tensors[i].sum() : pager.hold(tensors[i], /*writes=*/false).values().sum();
+        if (sum.item<float>() != 1024.0F * static_cast<float>(i)) ++wrong;
+      }
+      return wrong;
+    }));
+  for (auto& thread : threads) EXPECT_EQ(thread.get(), 0);
 }
 
 TEST(DiskPager, LimitsAreNamedAndHoldsEnd) {
