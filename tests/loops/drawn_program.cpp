@@ -78,13 +78,17 @@ std::string snapshot(const torch::optim::Optimizer& optimizer) {
 
 // One model of the program, and the variables of its loop.
 struct Player {
-  Player(Trainer& trainer, std::string checkpoint, unsigned its_tree)
-      : run(trainer), name(std::move(checkpoint)), tree(its_tree) {}
+  Player(Trainer& trainer, std::string checkpoint, const DrawnProgram& program)
+      : run(trainer), name(std::move(checkpoint)), tree(program.tree), steps_own_sums(program.steps_own_sums) {}
   ~Player() {
     losses.clear();
     alone.reset();
   }
   DrawnNet& net() { return dynamic_cast<DrawnNet&>(*run.model); }
+  void backward(const at::Tensor& loss, bool retains = false) {
+    has_own_sums = alone != nullptr;
+    loss.backward({}, retains);
+  }
   std::vector<at::Tensor> module_parameters() { return unique_parameters(*run.model); }
   at::Tensor module_parameter(size_t index) {
     const auto parameters = module_parameters();
@@ -94,6 +98,8 @@ struct Player {
   Trainer& run;
   const std::string name;  // of its checkpoint
   const unsigned tree;
+  const bool steps_own_sums;
+  bool has_own_sums = false;         // whether the last backward ran under no_sync()
   std::vector<at::Tensor> losses;    // of forwards without a backward so far
   std::unique_ptr<ScopeExit> alone;  // no_sync
   std::vector<at::Tensor> average;
@@ -181,7 +187,7 @@ class Drawer {
               const auto at = first ? player.losses.begin() : player.losses.end() - 1;
               const at::Tensor loss = *at;
               if (!retains) player.losses.erase(at);
-              loss.backward({}, retains);
+              player.backward(loss, retains);
             }};
   }
 
@@ -189,7 +195,7 @@ class Drawer {
     return {"sum(losses).backward(); losses.clear()", [](Player& player) {
               if (player.losses.empty()) return;
               const auto losses = std::exchange(player.losses, {});
-              torch::stack(losses).sum().backward();
+              player.backward(torch::stack(losses).sum());
             }};
   }
 
@@ -216,7 +222,9 @@ class Drawer {
   }
 
   static Action step() {
-    return {"optimizer.step()", [](Player& player) { player.run.optimizer().step(); }};
+    return {"optimizer.step()", [](Player& player) {
+              if (player.steps_own_sums || !player.has_own_sums) player.run.optimizer().step();
+            }};
   }
   static Action clip() {
     return {"note(clip_grad_norm_(0.5))",
@@ -385,7 +393,7 @@ class Drawer {
               player.net().hook = [](const at::Tensor&) -> at::Tensor { throw UsersError(); };
               const at::Tensor loss = player.run.loss(batch);
               player.net().hook = nullptr;
-              expect_own_error([&] { loss.backward(); });
+              expect_own_error([&] { player.backward(loss); });
               if (then == 1) player.run.optimizer().zero_grad();
               if (then == 2) player.run.model->zero_grad();
               if (then == 3) player.run.zero_grad();
@@ -477,10 +485,11 @@ class Drawer {
     const int batch = static_cast<int>(pick(12));
     return {"optimizer.step([] { optimizer.zero_grad(); loss(" + std::to_string(batch) + ").backward() })",
             [batch](Player& player) {
+              if (!player.steps_own_sums && player.alone) return;
               player.run.note(player.run.optimizer().step([&] {
                 player.run.optimizer().zero_grad();
                 at::Tensor loss = player.run.loss(batch);
-                loss.backward();
+                player.backward(loss);
                 return loss.detach();
               }));
             }};
@@ -562,7 +571,7 @@ class Drawer {
               player.losses.pop_back();
               std::async(std::launch::async, [&] {
                 at::set_num_threads(1);
-                loss.backward();
+                player.backward(loss);
               }).get();
             }};
   }
@@ -605,14 +614,14 @@ Play play_of(const DrawnProgram& program) {
 Loop loop_of(const DrawnProgram& program) {
   return [program](Trainer& run) {
     const std::string name = "memory://drawn/" + std::to_string(program.seed) + "/";
-    Player first(run, name + "0", program.tree);
+    Player first(run, name + "0", program);
     std::unique_ptr<Trainer> other;
     std::unique_ptr<Player> second;
     for (const Action& action : program.actions) {
       if (action.model == 1 && !second) {
         other = run.another(drawn_net(program.tree, 2));
         other->same_data = run.same_data;
-        second = std::make_unique<Player>(*other, name + "1", program.tree);
+        second = std::make_unique<Player>(*other, name + "1", program);
       }
       action.run(action.model == 0 ? first : *second);
     }

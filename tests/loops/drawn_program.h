@@ -26,6 +26,8 @@ struct DrawnProgram {
   Optim optim;
   unsigned tree;   // of the model's two parts
   bool same_data;  // output rows depend on other rows
+  // false: a step() of gradients of a backward under no_sync() is a no-op. DDP does not detect it (docs/loops.md).
+  bool steps_own_sums = true;
   std::vector<Action> actions;
 };
 

@@ -51,6 +51,7 @@ TEST_P(Drawn, Loops) {
   uint64_t equal = 0;
   for (uint64_t seed = first; seed < first + count; ++seed) {
     DrawnProgram program = draw_program(seed);
+    program.steps_own_sums = setup.stage > 0;
     const int world = setup.worlds[(seed + setup.name.size()) % setup.worlds.size()];
     Outcome outcome = run(setup, program, world);
     if (!outcome.wrong.empty()) {
