@@ -7,18 +7,32 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/launch/device_choice.h"
 #include "core/launch/launch_environment.h"
 #include "core/launch/local_address.h"
 #include "core/launch/rendezvous.h"
 #include "core/launch/require.h"
 #include "core/launch/shared_cores.h"
 #include "core/launch/spawn_surviving.h"
+#include "core/runtime/stream_uses.h"
 #include "core/trace/trace.h"
 #include "elastic/elastic_state.h"
 #include "elastic/joining.h"
 
 namespace tessera {
 using namespace internal;
+
+namespace {
+
+// Like init(), chooses this rank's GPU, if the group is on GPUs, and makes it the current device.
+void choose_device(GroupOptions& options, const LaunchEnvironment& environment) {
+  const at::Device wanted = options.device.value_or(options.backend == "nccl" ? at::kCUDA : at::kCPU);
+  if (!wanted.is_cuda() || visible_cuda_devices() == 0) return;
+  options.device = choose_cuda_device(wanted, environment, visible_cuda_devices());
+  make_current(*options.device);
+}
+
+}  // namespace
 
 const std::shared_ptr<Communicator>& ElasticRun::comm() const { return state_.comm(); }
 int64_t ElasticRun::step() const { return state_.step(); }
@@ -35,6 +49,7 @@ Elastic::Elastic(ElasticOptions options) {
   const auto environment = read_launch_environment();
   const int rank = environment.rank, size = environment.world_size;
   if (options.process.share_cores) share_cores(environment);
+  choose_device(options.group, environment);
   Trace::set_rank_of_process(rank);
   const std::string address = named_address();
   const auto folder = rendezvous_folder(options);

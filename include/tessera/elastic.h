@@ -60,7 +60,8 @@ struct ElasticOptions {
   // live member joins the run instead of starting one. With TESSERA_ELASTIC_JOIN=1 in its environment, a process only
   // joins, and waits for members. Empty: the folder of spawn_elastic(). Without a folder, no process can join.
   std::filesystem::path rendezvous{};
-  // Options of each group. Operations that wait for a stopped rank throw after `group.timeout`.
+  // Options of each group. Operations that wait for a stopped rank throw after `group.timeout`. If a launcher started
+  // the ranks, CUDA without an index chooses the device as InitOptions::device does.
   GroupOptions group = {.timeout = std::chrono::seconds(60)};
   ProcessSetup process = {};
 };

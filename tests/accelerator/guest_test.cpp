@@ -4,6 +4,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
+#include <tessera/elastic.h>
 #include "tests/accelerator/simulated_training.h"
 #include "tests/guest/guests.h"
 #include "tests/support/temporary_folder.h"
@@ -133,6 +134,16 @@ TEST(AcceleratorGuest, GroupsThatAllRanksHaveLeftKeepNoKeys) {
   const int64_t keys = store->getNumKeys();
   make(30);
   EXPECT_LE(store->getNumKeys(), keys + 30);
+}
+
+// As with init(), ranks of a host use different devices, not all the current device of a new thread.
+TEST(AcceleratorGuest, ElasticRanksUseTheDeviceOfTheirLocalRank) {
+  const Simulation simulation;
+  const c10::DeviceGuard on_device(device_of(1));
+  for (const GroupOptions& group : {GroupOptions{.device = at::kCUDA}, GroupOptions{.backend = "nccl"}}) {
+    Elastic elastic({.group = group});  // without a launcher the local rank is 0
+    elastic.run([](ElasticRun& run) { EXPECT_EQ(run.comm()->device(), device_of(0)); });
+  }
 }
 
 }  // namespace
