@@ -95,6 +95,12 @@ struct Player {
     return parameters[index % parameters.size()];
   }
 
+  // Must be called after set_data() of parameters. Without a call of parameters() FSDP loses the step that follows, as
+  // docs/loops.md says.
+  void adopt_new_data() {
+    if (run.fsdp() != nullptr) run.parameters();
+  }
+
   Trainer& run;
   const std::string name;  // of its checkpoint
   const unsigned tree;
@@ -324,6 +330,7 @@ class Drawer {
               torch::save(std::static_pointer_cast<torch::nn::Module>(fresh), file);
               auto model = std::static_pointer_cast<torch::nn::Module>(player.run.model);
               torch::load(model, file);
+              player.adopt_new_data();
             }};
   }
 
@@ -333,6 +340,7 @@ class Drawer {
             [index](Player& player) {
               at::Tensor parameter = player.module_parameter(index);
               parameter.set_data(parameter.detach() * 0.8);
+              player.adopt_new_data();
             }};
   }
 
@@ -559,6 +567,7 @@ class Drawer {
               const auto parameters = player.module_parameters();
               torch::nn::utils::vector_to_parameters(0.9 * torch::nn::utils::parameters_to_vector(parameters),
                                                      parameters);
+              player.adopt_new_data();
             }};
   }
   Action forget_state() {
