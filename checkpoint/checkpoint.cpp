@@ -13,6 +13,7 @@
 #include <typeinfo>
 #include <variant>
 
+#include <tessera/host_results.h>
 #include <tessera/optim/averages.h>
 #include <tessera/optim/fused_optimizers.h>
 #include "checkpoint/load/find_checkpoints.h"

@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <unordered_set>
 
-#include "core/comm/agreement.h"
+#include <tessera/host_results.h>
 #include "core/comm/group_process.h"
 #include "core/layout/deferred.h"
 #include "core/layout/shardable.h"

@@ -11,7 +11,7 @@
 #include <stdexcept>
 
 #include <tessera/detail/parameter_parts.h>
-#include "core/comm/agreement.h"
+#include <tessera/host_results.h>
 #include "optim/host/adam_update.h"
 #include "optim/state/optimizer_state.h"
 

@@ -13,6 +13,7 @@
 #include <unordered_set>
 
 #include <tessera/detail/parameter_parts.h>
+#include <tessera/host_results.h>
 #include <tessera/optim/lbfgs.h>
 #include <tessera/optim/partial_step.h>
 #include "core/comm/agreement.h"
@@ -493,7 +494,8 @@ OptimizerStateDict ShardedOptimizer::local_state_dict() const {
     for (const at::Tensor& parameter : group.params()) {
       const auto state = state_.find(parameter.unsafeGetTensorImpl());
       if (state != state_.end())
-        dict.state[ownership_.at(parameter.unsafeGetTensorImpl()).index] = read_state(*state->second, parameter);
+        dict.state[ownership_.at(parameter.unsafeGetTensorImpl()).index] =
+            read_ordered_state(*state->second, parameter);
     }
   }
   return dict;

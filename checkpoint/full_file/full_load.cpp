@@ -5,6 +5,7 @@
 
 #include <tessera/checkpoint/full_file.h>
 #include <tessera/errors.h>
+#include <tessera/host_results.h>
 #include "checkpoint/format/checked_json.h"
 #include "checkpoint/format/entries.h"
 #include "checkpoint/format/safetensors_header.h"
@@ -13,7 +14,6 @@
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/load/load_state.h"
 #include "checkpoint/save/outcome.h"
-#include "core/comm/agreement.h"
 
 namespace tessera {
 using namespace internal;

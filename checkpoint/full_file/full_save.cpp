@@ -8,12 +8,12 @@
 
 #include <tessera/checkpoint/full_file.h>
 #include <tessera/errors.h>
+#include <tessera/host_results.h>
 #include "checkpoint/format/checksum.h"
 #include "checkpoint/format/entries.h"
 #include "checkpoint/format/manifest.h"
 #include "checkpoint/save/outcome.h"
 #include "checkpoint/state/saved_state.h"
-#include "core/comm/agreement.h"
 #include "core/runtime/host.h"
 
 namespace tessera {

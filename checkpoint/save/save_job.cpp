@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <tessera/errors.h>
+#include <tessera/host_results.h>
 #include "checkpoint/format/checksum.h"
 #include "checkpoint/format/entries.h"
 #include "checkpoint/save/group_saves.h"

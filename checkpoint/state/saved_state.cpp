@@ -239,7 +239,7 @@ std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vect
     const auto* optimizer = optimizer_of(shard);
     const auto* state = optimizer == nullptr ? nullptr : optimizer->state(shard);
     if (state == nullptr) continue;
-    for (const auto& [key, tensor] : read_state(*state, shard.tensor).tensors) {
+    for (const auto& [key, tensor] : read_ordered_state(*state, shard.tensor).tensors) {
       LocalTensor& local =
           tensors.emplace_back(LocalTensor{state_shard(key, shard, *model.comm()), TensorKind::kState});
       local.fqn = state_name(key, shard.fqn);

@@ -15,7 +15,8 @@
 #include "core/comm/fingerprint.h"
 #include "core/comm/reduced_report.h"
 
-namespace tessera::internal {
+namespace tessera {
+namespace internal {
 namespace {
 
 std::vector<int64_t> gather_numbers(Communicator& comm, int64_t number, const std::string& what) {
@@ -41,17 +42,19 @@ std::vector<std::string> gather_texts(Communicator& comm, const std::string& tex
   return texts;
 }
 
+}  // namespace internal
+
 void require_agreement(Communicator& comm, const std::string& subject, const std::vector<std::string>& lines) {
   c10::InferenceMode quiet;
-  Fingerprint fingerprint;
+  internal::Fingerprint fingerprint;
   for (const std::string& line : lines) fingerprint.add(line);
-  ReducedReport report(comm, fingerprint.value(), {}, subject);
+  internal::ReducedReport report(comm, fingerprint.value(), {}, subject);
   report.finish();
   if (!report.unlike_ranks()) return;
 
   std::string text;
   for (const std::string& line : lines) text += line + '\n';
-  const auto texts = gather_texts(comm, text, subject);
+  const auto texts = internal::gather_texts(comm, text, subject);
   const auto rank = std::ranges::find_if(texts, [&](const auto& other) { return other != texts[0]; }) - texts.begin();
   if (rank == static_cast<std::ptrdiff_t>(texts.size())) return report.require_alike(subject);
   std::istringstream expected(texts[0]), got(texts[rank]);
@@ -64,4 +67,4 @@ void require_agreement(Communicator& comm, const std::string& subject, const std
                                        "', rank ", rank, " has '", got_line, "'"));
 }
 
-}  // namespace tessera::internal
+}  // namespace tessera

@@ -13,7 +13,6 @@
 #include <utility>
 
 #include <tessera/host_results.h>
-#include "core/comm/agreement.h"
 #include "core/comm/collective.h"
 #include "core/comm/group_process.h"
 #include "core/comm/library_collectives.h"

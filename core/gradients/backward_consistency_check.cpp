@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include <tessera/host_results.h>
 #include "core/comm/agreement.h"
 #include "core/runtime/graph_recorder.h"
 

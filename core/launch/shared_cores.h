@@ -1,7 +1,7 @@
 #pragma once
 
+#include <tessera/launch.h>
 #include "core/launch/launch_environment.h"
-#include "core/memory/container_limits.h"
 
 namespace tessera::internal {
 

@@ -37,7 +37,6 @@
 #include "core/launch/rendezvous.h"
 #include "core/launch/require.h"
 #include "core/launch/spawn_surviving.h"
-#include "core/memory/container_limits.h"
 #include "core/runtime/host.h"
 #include "core/runtime/run_clock.h"
 

@@ -8,7 +8,10 @@
 #include <sstream>
 #include <thread>
 
-namespace tessera::internal {
+#include <tessera/launch.h>
+
+namespace tessera {
+namespace internal {
 namespace {
 
 using std::filesystem::path;
@@ -75,12 +78,6 @@ std::optional<double> cpu_quota(const ControlGroups& groups) {
   return least;
 }
 
-int available_cores() {
-  const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));  // limited by affinity
-  const auto quota = cpu_quota(ControlGroups::of_this_process());
-  return quota && *quota < cores ? std::max(1, static_cast<int>(std::ceil(*quota))) : cores;
-}
-
 std::vector<MemoryLimit> memory_limits(const ControlGroups& groups) {
   constexpr int64_t kNone = int64_t{1} << 60;  // version 1 writes a large number if there is no limit
   std::vector<MemoryLimit> limits;
@@ -99,4 +96,12 @@ int64_t MemoryLimit::needed_bytes() const {
   return used_bytes - named_value(stat, is_version_2 ? "inactive_file" : "total_inactive_file");
 }
 
-}  // namespace tessera::internal
+}  // namespace internal
+
+int available_cores() {
+  const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));  // limited by affinity
+  const auto quota = internal::cpu_quota(internal::ControlGroups::of_this_process());
+  return quota && *quota < cores ? std::max(1, static_cast<int>(std::ceil(*quota))) : cores;
+}
+
+}  // namespace tessera

@@ -20,9 +20,6 @@ struct ControlGroups {
 // Returns the limit of CPU time, in cores (cpu.max; cpu.cfs_quota_us); nullopt if the time is unlimited or unknown.
 std::optional<double> cpu_quota(const ControlGroups& groups);
 
-// Returns how many threads can run concurrently: this process's cores, or its CPU quota (rounded up) if that is lower.
-int available_cores();
-
 // A memory limit that applies to this process.
 struct MemoryLimit {
   int64_t limit_bytes;

@@ -15,7 +15,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/comm/agreement.h"
+#include <tessera/host_results.h>
 #include "core/comm/recordable_group.h"
 #include "core/gradients/backward_pass.h"
 #include "core/paging/residency.h"

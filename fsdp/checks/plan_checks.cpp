@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "core/comm/agreement.h"
+#include <tessera/host_results.h>
 #include "core/model/module_state.h"
 #include "core/runtime/warn.h"
 

@@ -2,7 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include <tessera/communicator.h>
 
@@ -18,6 +20,11 @@ at::Tensor reduce_to_host(Communicator& comm, const at::Tensor& own, ReduceOp op
 // Returns all ranks' `own`, stacked in rank order: [size(), ...]. `own` must have the same shape on all ranks, and may
 // be on any device.
 at::Tensor gather_to_host(Communicator& comm, const at::Tensor& own, std::string_view what);
+
+// Checks that all ranks pass the same lines of text, such as a program's options. Collective. If the lines agree, runs
+// one small all-reduce. If they differ, throws std::invalid_argument on every rank. The error names `subject`, the
+// lowest rank whose lines differ from rank 0's, and the first line that differs.
+void require_agreement(Communicator& comm, const std::string& subject, const std::vector<std::string>& lines);
 
 // Returns the number of ranks that still have data, for loops over parts of unequal length (torch's Join). If a rank
 // left the loop early, the collectives of other ranks would fail. Collective: all-reduces one number. To use all data,

@@ -195,6 +195,9 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
 // process that a launcher, such as this function, has started: see launched().
 int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grace = std::chrono::seconds(30));
 
+// Returns how many threads can run concurrently: this process's cores, or its CPU quota (rounded up) if that is lower.
+int available_cores();
+
 // Returns whether a launcher's environment is set; false if mpirun or srun started only one rank. If true, init() joins
 // a group. Also true for an incomplete or invalid environment, for which init() throws with the variable's name.
 bool launched();

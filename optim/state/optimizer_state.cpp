@@ -25,7 +25,8 @@
 #include <tessera/optim/muon.h>
 #include <tessera/optim/schedule_free.h>
 
-namespace tessera::internal {
+namespace tessera {
+namespace internal {
 namespace {
 
 using namespace torch::optim;
@@ -228,21 +229,7 @@ std::string optimizer_kind(const Optimizer& optimizer) {
   return kind;
 }
 
-ParameterState read_state(const OptimizerParamState& state) {
-  ParameterState values;
-  with_class_of(state, [&](auto& typed, const char*) {
-    visit_fields(typed, [&](const char* name, auto& field) {
-      if constexpr (std::is_same_v<std::decay_t<decltype(field)>, at::Tensor>) {
-        if (field.defined()) values.tensors.emplace_back(name, field);
-      } else {
-        values.numbers.emplace_back(name, field);
-      }
-    });
-  });
-  return values;
-}
-
-ParameterState read_state(const OptimizerParamState& state, const at::Tensor& parameter) {
+ParameterState read_ordered_state(const OptimizerParamState& state, const at::Tensor& parameter) {
   const auto* in_blocks = dynamic_cast<const AdamW8bitParamState*>(&state);
   if (in_blocks == nullptr) return read_state(state);
   AdamW8bitParamState own = *in_blocks;
@@ -276,14 +263,6 @@ void complete_state(OptimizerParamState& state, const OptimizerOptions& options)
   fill(own->grad_avg(), own->square_avg(), typed->centered());
 }
 
-OptionList read_options(const OptimizerOptions& options) {
-  OptionList values;
-  with_class_of(options, [&](auto& typed, const char*) {
-    visit_fields(typed, [&](const char* name, auto& field) { values.emplace_back(name, field); });
-  });
-  return values;
-}
-
 std::string text_of(const OptimizerOption& option) {
   if (const bool* flag = std::get_if<bool>(&option)) return *flag ? "true" : "false";
   std::array<char, 32> digits{};
@@ -302,10 +281,20 @@ std::string text_of(const OptimizerOptions& options) {
   return text;
 }
 
-void write_options(OptimizerOptions& options, const OptionList& values) {
+}  // namespace internal
+
+OptionList read_options(const torch::optim::OptimizerOptions& options) {
+  OptionList values;
+  internal::with_class_of(options, [&](auto& typed, const char*) {
+    internal::visit_fields(typed, [&](const char* name, auto& field) { values.emplace_back(name, field); });
+  });
+  return values;
+}
+
+void write_options(torch::optim::OptimizerOptions& options, const OptionList& values) {
   const OptionList current = read_options(options);
   for (const auto& [name, value] : values) {
-    const OptimizerOption* field = find(current, name);
+    const OptimizerOption* field = internal::find(current, name);
     if (field == nullptr || field->index() != value.index()) {
       std::string names;
       for (const auto& entry : current) names += " " + entry.first;
@@ -314,11 +303,26 @@ void write_options(OptimizerOptions& options, const OptionList& values) {
                                   " this optimizer's:" + names);
     }
   }
-  with_class_of(options, [&](auto& typed, const char*) {
-    visit_fields(typed, [&](const char* name, auto& field) {
-      if (const OptimizerOption* value = find(values, name)) field = std::get<std::decay_t<decltype(field)>>(*value);
+  internal::with_class_of(options, [&](auto& typed, const char*) {
+    internal::visit_fields(typed, [&](const char* name, auto& field) {
+      if (const OptimizerOption* value = internal::find(values, name))
+        field = std::get<std::decay_t<decltype(field)>>(*value);
     });
   });
 }
 
-}  // namespace tessera::internal
+OptimizerStateDict::ParameterState read_state(const torch::optim::OptimizerParamState& state) {
+  OptimizerStateDict::ParameterState values;
+  internal::with_class_of(state, [&](auto& typed, const char*) {
+    internal::visit_fields(typed, [&](const char* name, auto& field) {
+      if constexpr (std::is_same_v<std::decay_t<decltype(field)>, at::Tensor>) {
+        if (field.defined()) values.tensors.emplace_back(name, field);
+      } else {
+        values.numbers.emplace_back(name, field);
+      }
+    });
+  });
+  return values;
+}
+
+}  // namespace tessera

@@ -37,16 +37,15 @@ NamedShard state_shard(const std::string& name, const NamedShard& parameter, con
 // the one with the block's first element saves the block's value.
 Range saved_part(const std::string& name, const NamedShard& parameter);
 
-// The functions below support the options and states of torch's Adam, AdamW, SGD, RMSprop and Adagrad, and of Tessera's
-// optimizers. For other classes, all except complete_state() and text_of() throw std::invalid_argument.
+// The functions below support the same classes as read_options(). For other classes, all except complete_state() and
+// text_of() throw std::invalid_argument.
 
 // Returns the kind of the optimizer's options and states: "Adam", "AdamW", "Muon", ...
 std::string optimizer_kind(const torch::optim::Optimizer& optimizer);
 
-ParameterState read_state(const torch::optim::OptimizerParamState& state);
 // Like read_state(state), but returns 8-bit states in the parameter's memory order. If set_data() has changed the
 // strides since the last step, the returned states are copies.
-ParameterState read_state(const torch::optim::OptimizerParamState& state, const at::Tensor& parameter);
+ParameterState read_ordered_state(const torch::optim::OptimizerParamState& state, const at::Tensor& parameter);
 
 // Creates a state of this kind with the given values. Throws std::invalid_argument, which lists the valid names, if the
 // kind or a name is unknown, or if a number is missing.
@@ -56,13 +55,9 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_state(const std::string&
 // if the options were changed after the state was created. A no-op for other states.
 void complete_state(torch::optim::OptimizerParamState& state, const torch::optim::OptimizerOptions& options);
 
-OptionList read_options(const torch::optim::OptimizerOptions& options);
 // Return all digits of a value, or all options: "Lion: lr=0.001 ..." (for an unknown class, only its name).
 std::string text_of(const OptimizerOption& option);
 std::string text_of(const torch::optim::OptimizerOptions& options);
-
-// Sets only the named options. Throws std::invalid_argument, and changes nothing, for an unknown name or a wrong type.
-void write_options(torch::optim::OptimizerOptions& options, const OptionList& values);
 
 // Returns a state dictionary with the current groups and options, without states.
 OptimizerStateDict describe_groups(const torch::optim::Optimizer& optimizer);

@@ -14,7 +14,6 @@
 #include <typeinfo>
 
 #include <tessera/host_results.h>
-#include "core/comm/agreement.h"
 #include "core/layout/shard_mark.h"
 #include "core/memory/without_data.h"
 #include "optim/state/optimizer_state.h"

@@ -19,7 +19,6 @@
 #include <vector>
 
 #include <tessera/launch.h>
-#include "core/memory/container_limits.h"
 #include "plan/calibrate/calibrate_operators.h"
 #include "plan/calibrate/processor_time.h"
 #include "plan/calibrate/rank_timer.h"

@@ -6,7 +6,7 @@
 #include <map>
 #include <stdexcept>
 
-#include "core/comm/agreement.h"
+#include <tessera/host_results.h>
 #include "core/layout/shardable.h"
 #include "core/model/module_state.h"
 #include "core/paging/residency.h"

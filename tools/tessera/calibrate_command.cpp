@@ -15,7 +15,6 @@
 
 #include <tessera/launch.h>
 #include "commands.h"
-#include "core/memory/container_limits.h"
 #include "gpu_cards.h"
 #include "plan/report/quantity_text.h"
 

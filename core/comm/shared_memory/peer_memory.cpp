@@ -18,7 +18,7 @@
 #include <thread>
 #include <utility>
 
-#include "core/memory/container_limits.h"
+#include <tessera/launch.h>
 #include "core/runtime/file.h"
 #include "core/runtime/host.h"
 

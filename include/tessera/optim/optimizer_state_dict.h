@@ -36,4 +36,14 @@ struct OptimizerStateDict {
   int64_t parameter_count() const;  // number of parameters in all groups
 };
 
+// The functions below support the options and states of torch's Adam, AdamW, SGD, RMSprop and Adagrad, and of Tessera's
+// optimizers. For other classes, they throw std::invalid_argument.
+
+// Returns a group's hyper-parameters by name: read_options(group.options()).
+OptionList read_options(const torch::optim::OptimizerOptions& options);
+// Sets only the named options. Throws std::invalid_argument, and changes nothing, for an unknown name or a wrong type.
+void write_options(torch::optim::OptimizerOptions& options, const OptionList& values);
+// Returns the state of one parameter, such as an element of optimizer.state(). The tensors are the optimizer's own.
+OptimizerStateDict::ParameterState read_state(const torch::optim::OptimizerParamState& state);
+
 }  // namespace tessera
