@@ -42,10 +42,10 @@ for program in peak ranks consumer; do "$work/consumer/$program"; done
 say "the archive serves find_package, and its command runs"
 # Without the tree's precompiled header, which hides missing and internal headers.
 cmake -S "$work/tar/share/doc/tessera/examples" -B "$work/examples" -G Ninja -DCMAKE_PREFIX_PATH="$work/tar" \
-  --log-level=WARNING >/dev/null
-cmake --build "$work/examples" -j "$jobs" --target example_finetune example_stages example_zero_recipe \
-  >"$work/build.log" || { cat "$work/build.log"; exit 1; }
-for program in finetune stages zero_recipe; do "$work/examples/$program" --help >/dev/null; done
+  -DCMAKE_UNITY_BUILD=ON --log-level=WARNING >/dev/null
+cmake --build "$work/examples" -j "$jobs" \
+  --target example_finetune example_stages example_zero_recipe example_train_gpt >"$work/build.log" || { cat "$work/build.log"; exit 1; }
+for program in finetune stages zero_recipe train_gpt; do "$work/examples/$program" --help >/dev/null; done
 say "the installed examples build with the package"
 
 # The installed headers are not system headers here, so that their own warnings count.

@@ -11,9 +11,13 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "core/runtime/lfs_pointer.h"
-
 namespace train_gpt {
+
+std::string lfs_problem(std::string_view beginning) {
+  if (!beginning.starts_with("version https://git-lfs")) return "";
+  return "is a pointer of Git LFS, not the file itself: fetch it by `git lfs pull`";
+}
+
 namespace {
 
 std::string shown(unsigned char byte) {
@@ -103,7 +107,7 @@ std::string read_bytes(const fs::path& path) {
   if (!file) fail(path, "cannot be read");
   std::string bytes(fs::file_size(path), '\0');
   if (!file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()))) fail(path, "cannot be read to its end");
-  if (const std::string problem = tessera::internal::lfs_problem(bytes); !problem.empty()) fail(path, problem);
+  if (const std::string problem = lfs_problem(bytes); !problem.empty()) fail(path, problem);
   return bytes;
 }
 

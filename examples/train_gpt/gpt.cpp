@@ -8,7 +8,6 @@
 
 #include <cmath>
 #include <fstream>
-#include <functional>
 #include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -16,8 +15,7 @@
 #include <string>
 #include <utility>
 
-#include "checkpoint/save/outcome.h"
-#include "core/runtime/lfs_pointer.h"
+#include "data.h"
 
 namespace train_gpt {
 namespace {
@@ -190,14 +188,6 @@ nlohmann::json gpt2_config(const GptOptions& options) {
           {"eos_token_id", 0}};
 }
 
-void on_rank_0(tessera::Communicator& comm, const std::string& what, const std::function<void()>& act) {
-  tessera::internal::gather_results(comm, tessera::internal::attempt([&] {
-                                      if (comm.rank() == 0) act();
-                                      return std::string();
-                                    }),
-                                    what);
-}
-
 }  // namespace
 
 void export_gpt2(const fs::path& directory, tessera::ModelShards& model, const GptOptions& options) {
@@ -205,11 +195,12 @@ void export_gpt2(const fs::path& directory, tessera::ModelShards& model, const G
   tessera::save_full(directory / kWeights, model,
                      {.rename = [&](const std::string& own) { return names.at(own).name; },
                       .transposed = [&](const std::string& own) { return names.at(own).transposed; }});
-  on_rank_0(*model.comm(), "exporting to " + directory.string(), [&] {
+  if (model.comm()->rank() == 0) {
     std::ofstream config(directory / "config.json");
     config << gpt2_config(options).dump(2) << std::endl;
     if (!config) throw CheckpointError((directory / "config.json").string() + " cannot be written");
-  });
+  }
+  model.comm()->barrier("exporting to " + directory.string());
 }
 
 GptOptions read_gpt2_options(const fs::path& directory) {
@@ -220,8 +211,7 @@ GptOptions read_gpt2_options(const fs::path& directory) {
   if (fs::is_regular_file(path, ignored)) file.open(path);  // opening a pipe would block
   if (!file.is_open()) throw CheckpointError(where + " cannot be read");
   const std::string text(std::istreambuf_iterator<char>(file), {});
-  if (const std::string problem = tessera::internal::lfs_problem(text); !problem.empty())
-    throw CheckpointError(where + ": " + problem);
+  if (const std::string problem = lfs_problem(text); !problem.empty()) throw CheckpointError(where + ": " + problem);
   const auto config = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   GptOptions options;
   try {

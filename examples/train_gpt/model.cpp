@@ -11,9 +11,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/layout/unit_plan.h"
 #include "examples/common/precision.h"
-#include "optim/state/optimizer_state.h"
 
 namespace train_gpt {
 namespace {
@@ -107,7 +105,7 @@ Groups groups_of(const Parameters& parameters, const std::set<std::string>& matr
 int64_t state_bytes(torch::optim::Optimizer& optimizer) {
   int64_t bytes = 0;
   for (const auto& [parameter, state] : optimizer.state())
-    for (const auto& [name, tensor] : tessera::internal::read_state(*state).tensors)
+    for (const auto& [name, tensor] : tessera::read_state(*state).tensors)
       bytes += static_cast<int64_t>(tensor.nbytes());
   return bytes;
 }
@@ -206,7 +204,7 @@ class DistributedModel final : public Trainable {
   DistributedModel(Gpt model, const Options& options, Mixed mixed, std::shared_ptr<tessera::Communicator> comm,
                    tessera::ZeroOptions zero, EarlySteps early)
       : mixed_(std::move(mixed)),
-        units_(tessera::internal::plan_units(*model, tessera::wrap_modules<BlockImpl>()).size()),
+        units_(model->options().layers + 1),
         zero_(model, options, std::move(comm), completed(std::move(zero), model, options)) {
     if (early.kind == EarlySteps::kNone) return;
     if (mixed_.scaler() != nullptr)
@@ -297,7 +295,7 @@ class DistributedModel final : public Trainable {
   }
 
   Mixed mixed_;
-  size_t units_;
+  int64_t units_;  // the blocks and the rest of the model
   mutable tessera::Zero<Gpt, Optimizer> zero_;
   std::optional<tessera::StepInBackward> in_backward_;  // with --step-in-backward
   std::optional<tessera::CapturedStep> captured_;       // with --capture
@@ -477,14 +475,14 @@ std::set<std::string> matrix_names(const torch::nn::Module& module) {
 std::vector<double> weight_decays(torch::optim::Optimizer& optimizer) {
   std::vector<double> decays;
   for (const auto& group : optimizer.param_groups())
-    for (const auto& [name, value] : tessera::internal::read_options(group.options()))
+    for (const auto& [name, value] : tessera::read_options(group.options()))
       if (name == "weight_decay") decays.push_back(std::get<double>(value));
   return decays;
 }
 
 void set_weight_decays(torch::optim::Optimizer& optimizer, const std::vector<double>& decays) {
   for (size_t i = 0; i < decays.size(); ++i)
-    tessera::internal::write_options(optimizer.param_groups().at(i).options(), {{"weight_decay", decays[i]}});
+    tessera::write_options(optimizer.param_groups().at(i).options(), {{"weight_decay", decays[i]}});
 }
 
 void set_learning_rate(torch::optim::Optimizer& optimizer, double lr) {

@@ -16,9 +16,6 @@
 #include <string>
 #include <system_error>
 
-#include "core/comm/store_mailbox.h"
-#include "core/launch/launch_environment.h"
-#include "core/memory/container_limits.h"
 #include "report.h"
 #include "trainer.h"
 
@@ -309,7 +306,7 @@ int run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm, tesser
 namespace {
 
 int start_ranks(const TrainOptions& options, int argc, char** argv) {
-  const int cores = tessera::internal::available_cores();
+  const int cores = tessera::available_cores();
   if (*options.ranks > kMostRanksOfACore * cores && !options.oversubscribe)
     throw OptionsError("--ranks " + std::to_string(*options.ranks) + " would start more than " +
                        std::to_string(kMostRanksOfACore) + " processes a core on " + std::to_string(cores) +
@@ -327,13 +324,21 @@ int report_mistake(const OptionsError& error) {
   return 2;
 }
 
-// Returns true on only one rank, which prints the mistake that all ranks find. Also returns true if the store fails.
-bool is_first_to_fail(const tessera::Communicator& comm) {
+// Returns the prepared job. If some ranks find a mistake in the options, the first of these ranks prints it, and all
+// ranks return nullopt. Collective.
+std::optional<Job> prepare_on_ranks(const TrainOptions& options, tessera::Communicator& comm) {
+  std::optional<Job> job;
+  std::optional<OptionsError> mistake;
   try {
-    return tessera::internal::StoreMailbox(comm, "train_gpt").add("failed", 1) == 1;
-  } catch (const tessera::CommError&) {
-    return true;
+    job = prepare(options);
+  } catch (const OptionsError& error) {
+    mistake = error;
   }
+  const auto own = torch::full({}, job ? comm.size() : comm.rank(), torch::dtype(torch::kLong).device(comm.device()));
+  const auto first_to_fail =
+      tessera::reduce_to_host(comm, own, tessera::ReduceOp::kMin, "the options of train_gpt").item<int64_t>();
+  if (first_to_fail == comm.rank()) report_mistake(*mistake);
+  return first_to_fail == comm.size() ? std::move(job) : std::nullopt;
 }
 
 int run_launched(const TrainOptions& options) {
@@ -341,29 +346,25 @@ int run_launched(const TrainOptions& options) {
   init.device = options.compute.device_of_ranks();
   return tessera::run_main([&] {
     const auto comm = tessera::init(init);
+    const auto job = prepare_on_ranks(options, *comm);
+    if (!job) return 2;
     try {
-      return run_rank(prepare(options), comm);
+      return run_rank(*job, comm);
     } catch (const OptionsError& error) {
-      const bool tells = is_first_to_fail(*comm);
-      comm->abort(error.what());  // ends the other ranks before the timeout
-      return tells ? report_mistake(error) : 2;
+      comm->abort(error.what());  // rank 0 prints the mistake of another rank
+      return comm->rank() == 0 ? report_mistake(error) : 2;
     }
   });
 }
 
 int run_elastic(const TrainOptions& options) {
-  const auto launch = tessera::internal::read_launch_environment();
   tessera::ElasticOptions elastic_options{.copy_every = static_cast<int>(options.copy_every),
                                           .batch = options.elastic_batch == ElasticBatch::kKeep
                                                        ? tessera::ElasticBatch::kKeep
                                                        : tessera::ElasticBatch::kFollow};
   if (!options.resume.empty()) elastic_options.checkpoints = checkpoints_of(options);
   elastic_options.rendezvous = options.rendezvous;
-  if (options.compute.device_of_ranks()) {
-    const auto gpus = static_cast<int>(torch::cuda::device_count());
-    elastic_options.group.device =
-        at::Device(at::kCUDA, static_cast<at::DeviceIndex>(std::max(0, launch.local_rank) % std::max(1, gpus)));
-  }
+  elastic_options.group.device = options.compute.device_of_ranks();
   return tessera::run_main([&] {
     const Job job = prepare(options);
     tessera::Elastic elastic(elastic_options);
