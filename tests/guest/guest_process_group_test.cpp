@@ -106,6 +106,21 @@ TEST(GuestProcessGroup, RunsAllCollectives) {
       });
 }
 
+// A part's thread receives in chunks what another rank sends.
+TEST(GuestProcessGroup, ReducesLargeTensorsInItsParts) {
+  with_process_groups({Kind::kForwarding}, 3, [](const auto& group, LeastBackend&) {
+    const auto comm = communicator_from(group, {.timeout = 60s});
+    const auto part = comm->split(comm->rank() / 2);
+    const int64_t numel = (int64_t{1} << 20) + 3;
+    const at::Tensor sum = torch::full({numel}, comm->rank() + 1, at::kFloat);
+    part->all_reduce(sum).wait();  // of 1 + 2 on ranks 0 and 1, and of 3 on rank 2
+    EXPECT_TRUE(at::equal(sum, torch::full({numel}, 3, at::kFloat)));
+    const at::Tensor scattered = torch::zeros({numel}, at::kFloat);
+    part->reduce_scatter(scattered, torch::full({part->size() * numel}, 2, at::kFloat)).wait();
+    EXPECT_TRUE(at::equal(scattered, torch::full({numel}, 2 * part->size(), at::kFloat)));
+  });
+}
+
 // c10d itself would wait until the timeout of the process group. Only with a store is the missing rank known.
 TEST(GuestProcessGroup, NamesARankThatDoesNotCome) {
   for (const bool has_store : {true, false}) {

@@ -18,7 +18,7 @@
 
 namespace tessera::internal {
 
-// Size of the chunks in which messages are sent over TCP. chunks_of() returns views of a flat tensor's chunks, in
+// Size of the chunks in which eager transports send messages. chunks_of() returns views of a flat tensor's chunks, in
 // order. The last chunk may be smaller. An empty tensor has no chunks.
 inline constexpr int64_t kChunkBytes = int64_t{1} << 20;
 std::vector<at::Tensor> chunks_of(const at::Tensor& tensor);

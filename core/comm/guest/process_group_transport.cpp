@@ -19,6 +19,7 @@
 #include <vector>
 
 #include <tessera/errors.h>
+#include "core/comm/gloo/reduction_pipeline.h"
 #include "core/comm/group_process.h"
 #include "core/comm/guest/transport_source.h"
 #include "core/comm/traffic.h"
@@ -111,13 +112,15 @@ class ProcessGroupTransport : public Transport {
 
   void start(const at::Tensor& tensor, int peer, bool is_send, const MessageTag& tag,
              TransportMessages& started) override {
-    Tensors tensors{tensor};
     const int other = part_.rank_of(peer);
     const auto number = static_cast<int>(part_.number_of(tag) & 0x7fffffff);
-    std::lock_guard lock(posting_);
-    const SigpipeBlock no_sigpipe;
-    Work work = is_send ? group_->send(tensors, other, number) : group_->recv(tensors, other, number);
-    started.push_back(std::make_shared<WorkMessage>(std::vector{std::move(work)}, tensors, nullptr, peer, is_send));
+    for (const at::Tensor& chunk : chunks_of(tensor)) {
+      Tensors tensors{chunk};
+      std::lock_guard lock(posting_);
+      const SigpipeBlock no_sigpipe;
+      Work work = is_send ? group_->send(tensors, other, number) : group_->recv(tensors, other, number);
+      started.push_back(std::make_shared<WorkMessage>(std::vector{std::move(work)}, tensors, nullptr, peer, is_send));
+    }
   }
 
   StartedCollective start_collective(const Collective& collective, const MessageTag& /*tag*/) override {
@@ -145,7 +148,6 @@ class ProcessGroupTransport : public Transport {
     at::Tensor result;               // result of a reduction on this rank; otherwise undefined
   };
 
-  int rank() const { return group_->getRank(); }
   Tensors parts_of(const at::Tensor& full, const Collective& collective) const {
     return full.split_with_sizes(collective.counts);
   }
@@ -191,10 +193,8 @@ class ProcessGroupTransport : public Transport {
         return {{broadcast(full, collective.root)}, {full}, nullptr, {}};
       case Collective::kReduce: {
         const at::Tensor copy = full.clone();
-        const bool is_root = rank() == collective.root;
-        std::function<void()> keep;
-        if (is_root) keep = [full, copy] { full.copy_(copy); };
-        return {{all_reduce(copy, collective)}, {copy}, keep, is_root ? full : at::Tensor()};
+        if (group_->getRank() != collective.root) return {{all_reduce(copy, collective)}, {copy}, nullptr, {}};
+        return {{all_reduce(copy, collective)}, {copy}, [full, copy] { full.copy_(copy); }, full};
       }
       case Collective::kAllGather:
         return gather(collective);
@@ -211,7 +211,7 @@ class ProcessGroupTransport : public Transport {
   }
 
   void take_own(const at::Tensor& full, const Collective& collective) const {
-    const at::Tensor own = parts_of(full, collective)[static_cast<size_t>(rank())];
+    const at::Tensor own = parts_of(full, collective)[static_cast<size_t>(group_->getRank())];
     if (own.numel() > 0 && own.const_data_ptr() != collective.shard.const_data_ptr()) collective.shard.copy_(own);
   }
 
@@ -223,7 +223,7 @@ class ProcessGroupTransport : public Transport {
         return {{std::move(work)}, {full, own}, nullptr, {}};
     }
     const Tensors parts = parts_of(full, collective);
-    const at::Tensor& own = parts[static_cast<size_t>(rank())];
+    const at::Tensor& own = parts[static_cast<size_t>(group_->getRank())];
     if (own.numel() > 0 && own.const_data_ptr() != collective.shard.const_data_ptr()) own.copy_(collective.shard);
     Started started{{}, {full}, nullptr, {}};
     for (size_t root = 0; root < parts.size(); ++root)
