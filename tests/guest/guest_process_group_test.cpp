@@ -68,6 +68,31 @@ class ForwardingBackend : public LeastBackend {
   Work recv(Tensors& tensors, int from, int tag) override { return ++calls, gloo_->recv(tensors, from, tag); }
 };
 
+// Notes whether two calls overlap. The first call by a second thread stays inside until a call overlaps it, or 100 ms.
+class OneCallBackend : public ForwardingBackend {
+ public:
+  using ForwardingBackend::ForwardingBackend;
+  Work send(Tensors& tensors, int to, int tag) override {
+    return alone([&] { return ForwardingBackend::send(tensors, to, tag); });
+  }
+  Work recv(Tensors& tensors, int from, int tag) override {
+    return alone([&] { return ForwardingBackend::recv(tensors, from, tag); });
+  }
+  std::atomic<bool> has_second_thread = false, have_overlapped = false;
+
+ private:
+  Work alone(const std::function<Work()>& call) {
+    if (is_inside_.exchange(true)) have_overlapped = true;
+    if (std::this_thread::get_id() != first_ && !has_second_thread.exchange(true))
+      for (int i = 0; i < 100 && !have_overlapped; ++i) std::this_thread::sleep_for(1ms);
+    const Work work = call();
+    is_inside_ = false;
+    return work;
+  }
+  std::atomic<bool> is_inside_ = false;
+  const std::thread::id first_ = std::this_thread::get_id();
+};
+
 enum class Kind { kForwarding, kLeast };
 
 // Runs the body with each kind of backend, with and without a store in the process group. A body must communicate: gloo
@@ -119,6 +144,25 @@ TEST(GuestProcessGroup, ReducesLargeTensorsInItsParts) {
     part->reduce_scatter(scattered, torch::full({part->size() * numel}, 2, at::kFloat)).wait();
     EXPECT_TRUE(at::equal(scattered, torch::full({numel}, 2 * part->size(), at::kFloat)));
   });
+}
+
+// A group's thread reduces a large tensor while the rank's thread uses another part of the same process group.
+TEST(GuestProcessGroup, IsCalledByOneThreadAtATime) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  EXPECT_EQ(on_threads(2,
+                       [&](int rank) {
+                         const auto backend = c10::make_intrusive<OneCallBackend>(gloo_backend(store, rank, 2));
+                         const auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, 2);
+                         group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, BackendPtr(backend));
+                         const auto comm = communicator_from(group, {.timeout = 60s});
+                         const auto one = comm->split(0), other = comm->split(0);
+                         Pending sum = one->all_reduce(torch::ones({int64_t{1} << 22}));
+                         for (int i = 0; i < 20; ++i) other->barrier();
+                         sum.wait();
+                         EXPECT_TRUE(backend->has_second_thread);
+                         EXPECT_FALSE(backend->have_overlapped);
+                       }),
+            no_errors(2));
 }
 
 // c10d itself would wait until the timeout of the process group. Only with a store is the missing rank known.

@@ -94,15 +94,17 @@ class WorkMessage : public TransportMessage {
   std::atomic<bool> is_interrupted_ = false;
 };
 
-// Whether the group's class has _allgather_base and _reduce_scatter_base. True until a call fails, on all ranks alike.
-struct Abilities {
+// The state that transports of one process group share.
+struct SharedByParts {
+  // Whether the group's class has _allgather_base and _reduce_scatter_base: true until a call fails, on all ranks.
   std::atomic<bool> gathers = true, scatters = true;
+  std::mutex posting;  // serializes calls of the process group; a part's PipelineThread calls it, too
 };
 
 class ProcessGroupTransport : public Transport {
  public:
-  ProcessGroupTransport(ProcessGroupPtr group, std::shared_ptr<Abilities> abilities, PartOfGroup part)
-      : group_(std::move(group)), abilities_(std::move(abilities)), part_(std::move(part)) {}
+  ProcessGroupTransport(ProcessGroupPtr group, std::shared_ptr<SharedByParts> shared, PartOfGroup part)
+      : group_(std::move(group)), shared_(std::move(shared)), part_(std::move(part)) {}
 
   bool reaches(int /*peer*/) const override { return true; }
   int64_t max_eager_numel() const override { return std::numeric_limits<int64_t>::max(); }
@@ -116,7 +118,7 @@ class ProcessGroupTransport : public Transport {
     const auto number = static_cast<int>(part_.number_of(tag) & 0x7fffffff);
     for (const at::Tensor& chunk : chunks_of(tensor)) {
       Tensors tensors{chunk};
-      std::lock_guard lock(posting_);
+      std::lock_guard lock(shared_->posting);
       const SigpipeBlock no_sigpipe;
       Work work = is_send ? group_->send(tensors, other, number) : group_->recv(tensors, other, number);
       started.push_back(std::make_shared<WorkMessage>(std::vector{std::move(work)}, tensors, nullptr, peer, is_send));
@@ -125,7 +127,7 @@ class ProcessGroupTransport : public Transport {
 
   StartedCollective start_collective(const Collective& collective, const MessageTag& /*tag*/) override {
     const SigpipeBlock no_sigpipe;
-    std::lock_guard lock(posting_);
+    std::lock_guard lock(shared_->posting);
     Started started = start_kind(collective);
     if (collective.op == ReduceOp::kAverage && started.result.defined())
       started.complete = [then = std::move(started.complete), result = started.result, size = group_->getSize()] {
@@ -219,7 +221,7 @@ class ProcessGroupTransport : public Transport {
     const at::Tensor& full = collective.full;
     if (is_even(collective)) {
       at::Tensor own = collective.shard.is_alias_of(full) ? collective.shard.clone() : collective.shard, all = full;
-      if (Work work = try_to(abilities_->gathers, [&] { return group_->_allgather_base(all, own); }))
+      if (Work work = try_to(shared_->gathers, [&] { return group_->_allgather_base(all, own); }))
         return {{std::move(work)}, {full, own}, nullptr, {}};
     }
     const Tensors parts = parts_of(full, collective);
@@ -238,7 +240,7 @@ class ProcessGroupTransport : public Transport {
       at::Tensor out = is_apart ? collective.shard : at::empty_like(collective.shard);
       std::function<void()> keep;
       if (!is_apart) keep = [out, shard = collective.shard] { shard.copy_(out); };
-      if (Work work = try_to(abilities_->scatters,
+      if (Work work = try_to(shared_->scatters,
                              [&] { return group_->_reduce_scatter_base(out, full, {.reduceOp = op_of(collective)}); }))
         return {{std::move(work)}, {out, full}, keep, collective.shard};
     }
@@ -246,17 +248,16 @@ class ProcessGroupTransport : public Transport {
   }
 
   const ProcessGroupPtr group_;
-  const std::shared_ptr<Abilities> abilities_;
+  const std::shared_ptr<SharedByParts> shared_;
   const PartOfGroup part_;
-  std::mutex posting_;  // serializes calls of the process group
 };
 
 }  // namespace
 
 std::shared_ptr<TransportSource> process_group_transports(c10::intrusive_ptr<c10d::ProcessGroup> group) {
   return std::make_shared<TransportSource>(
-      [group = std::move(group), abilities = std::make_shared<Abilities>()](const PartOfGroup& part) {
-        return std::make_unique<ProcessGroupTransport>(group, abilities, part);
+      [group = std::move(group), shared = std::make_shared<SharedByParts>()](const PartOfGroup& part) {
+        return std::make_unique<ProcessGroupTransport>(group, shared, part);
       });
 }
 
