@@ -1,16 +1,16 @@
 #include "core/memory/counted_buffers.h"
-#include "core/runtime/guarded_by.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <mutex>
 #include <optional>
 #include <utility>
+
+#include "core/runtime/guarded_by.h"
+#include "core/runtime/stream_uses.h"
 
 namespace tessera::internal {
 
@@ -25,14 +25,6 @@ struct CountedBuffers::Counts {
     peak_lent_bytes = std::max(peak_lent_bytes, lent_bytes);
   }
 };
-
-static void order_behind_current(const c10::Stream& stream) {
-  const c10::Stream current = c10::impl::VirtualGuardImpl(stream.device_type()).getStream(stream.device());
-  if (current == stream) return;
-  c10::Event event(stream.device_type());
-  event.record(current);
-  event.block(stream);
-}
 
 CountedBuffers::CountedBuffers(at::Device device, MemoryKind kind, Memory memory)
     : device_(device), kind_(kind), memory_(std::move(memory)), counts_(std::make_shared<Counts>()) {}
@@ -49,9 +41,9 @@ at::Tensor CountedBuffers::take(int64_t numel, at::ScalarType dtype) {
   void* data = memory.mutable_data_ptr();
   // libtorch's allocator reuses memory on the stream that allocated it, so that stream must wait for the last use.
   std::optional<c10::Stream> made_on;
-  if (!device_.is_cpu()) made_on = c10::impl::VirtualGuardImpl(device_.type()).getStream(memory.device());
+  if (!device_.is_cpu()) made_on = current_stream(memory.device());
   auto free_memory = [counts = counts_, memory = std::move(memory), bytes, made_on](void*) mutable {
-    if (made_on) order_behind_current(*made_on);
+    if (made_on) order_streams(current_stream(made_on->device()), *made_on);
     memory.reset();
     counts->add(-bytes);
   };
