@@ -22,6 +22,9 @@
 #include "core/runtime/task_queue.h"
 #include "core/runtime/warn.h"
 
+using SetThreads = void(int) noexcept;
+extern "C" SetThreads omp_set_num_threads;  // of libtorch's OpenMP; not every clang has omp.h
+
 namespace tessera {
 using namespace internal;
 namespace {
@@ -120,7 +123,9 @@ StepInBackward::StepInBackward(GradientSource& source, PartialStep& optimizer, S
   worker_
       ->add([&processors = options_.processors, threads = at::get_num_threads()] {
         if (!processors.empty()) run_on(processors);
-        at::set_num_threads(processors.empty() ? threads : static_cast<int>(processors.size()));
+        // at::set_num_threads() would also set the number of threads that start later.
+        at::get_num_threads();  // the first call of a thread sets its number
+        omp_set_num_threads(processors.empty() ? threads : static_cast<int>(processors.size()));
       })
       .get();
 }

@@ -347,6 +347,21 @@ TEST(StepInBackward, RunsOnTheProcessorsThatItIsGiven) {
   });
 }
 
+// at::set_num_threads() on the step's thread would change the number of all later threads.
+TEST(StepInBackward, LeavesTheThreadsOfLaterThreads) {
+  const int before = at::get_num_threads();
+  at::set_num_threads(3);
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(torch::nn::Linear(8, 8), comm, {.offload = {.params = true, .grads = true}});
+    Placed optimizer;
+    const StepInBackward step(fsdp, optimizer, {.processors = {sched_getcpu()}});
+    int of_later_thread = 0;
+    std::thread([&] { of_later_thread = at::get_num_threads(); }).join();
+    EXPECT_EQ(of_later_thread, 3);
+  });
+  at::set_num_threads(before);
+}
+
 struct Failing : PartialStep {
   void step_parameters(const std::vector<at::Tensor>&) override { throw std::runtime_error("no step today"); }
 };
