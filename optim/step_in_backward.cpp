@@ -181,13 +181,14 @@ void StepInBackward::speculate(const std::vector<at::Tensor>& parameters) {
   step_on_host(parameters);
 }
 
-// Clears `arrived_`. Returns the parameters whose gradient did not arrive in this backward, because optimizer.step()
-// would also step them. If no gradient arrived, returns none, because no backward has reduced gradients.
+// Clears `arrived_`. Returns the parameters whose gradient did not arrive in this backward, and adds them to
+// `deferred_`, because optimizer.step() would also step them. Returns none if no backward has reduced gradients.
 std::vector<at::Tensor> StepInBackward::take_others() {
   const auto arrived = std::exchange(arrived_, {});
   if (arrived.empty()) return {};
   std::vector<at::Tensor> others = source_.parameters_with_gradients();
   std::erase_if(others, [&](const at::Tensor& other) { return arrived.contains(other.unsafeGetTensorImpl()); });
+  deferred_.insert(deferred_.end(), others.begin(), others.end());
   return others;
 }
 
@@ -246,9 +247,7 @@ double StepInBackward::finish_speculation() {
       speculation_->roll_back();
       forget_speculation();
     }
-    const std::vector<at::Tensor> others = take_others();
-    deferred_.insert(deferred_.end(), others.begin(), others.end());
-    step_on_host(others);
+    step_on_host(take_others());
     const std::vector<at::Tensor> on_device = chosen(deferred_, /*on_host=*/false);
     std::exception_ptr failure;
     const auto began = steady_clock::now();
@@ -282,15 +281,13 @@ std::optional<double> StepInBackward::finish() {
   if (!options_.max_norm) {
     const auto refusal = std::exchange(refusal_, std::nullopt);  // released at the end, also by an exception
     step_on_host(others);
-    for (const at::Tensor& other : chosen(others, /*on_host=*/false)) deferred_.push_back(other);
-    const std::vector<at::Tensor> on_device = std::exchange(deferred_, {});
+    const std::vector<at::Tensor> on_device = chosen(std::exchange(deferred_, {}), /*on_host=*/false);
     const auto began = steady_clock::now();
     wait_for_steps();
     suggest_fraction(seconds_since(began), on_device);
     if (!on_device.empty()) optimizer_.step_parameters(on_device);
     return std::nullopt;
   }
-  deferred_.insert(deferred_.end(), others.begin(), others.end());
   const double norm =
       source_.clip_grad_norm_on_device_(*options_.max_norm, options_.norm_type, /*error_if_nonfinite=*/false);
   optimizer_.step_parameters(std::exchange(deferred_, {}));
