@@ -6,6 +6,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <stdexcept>
 #include <unordered_map>
@@ -69,23 +70,24 @@ Ledger& ledger() {
   static auto* const ledger = new Ledger;
   return *ledger;
 }
-c10::Allocator* counted_allocator = nullptr;  // the allocator whose memory is counted
+// The allocator whose memory is counted. Atomic: other threads may allocate while the first PeakMemory sets it.
+std::atomic<c10::Allocator*> counted_allocator = nullptr;
 
 void free_counted(void* memory) {
   ledger().strike(memory);  // first, because another thread may reuse the address after the free
-  counted_allocator->raw_deleter()(memory);
+  counted_allocator.load()->raw_deleter()(memory);
 }
 
 class CountingAllocator : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    void* const memory = counted_allocator->raw_allocate(bytes);
+    void* const memory = counted_allocator.load()->raw_allocate(bytes);
     if (account_of_thread && bytes > 0) ledger().enter(memory, static_cast<int64_t>(bytes), account_of_thread);
     return {memory, memory, &free_counted, c10::kCPU};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_counted; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
-    counted_allocator->copy_data(to, from, bytes);
+    counted_allocator.load()->copy_data(to, from, bytes);
   }
 };
 

@@ -566,6 +566,19 @@ TEST(CachedTensors, HaveTheRawInterfaceToo) {
   }
 }
 
+// Must precede the tests that make a PeakMemory. Fails only with ThreadSanitizer.
+TEST(CachedTensors, AreMadeWhileAnotherThreadMakesTheFirstPeakMemory) {
+  std::atomic<int> made = 0;
+  std::atomic<bool> ends = false;
+  std::thread other([&] {
+    for (; !ends; ++made) torch::empty({1});
+  });
+  const tessera::PeakMemory first;
+  for (const int before = made; made < before + 2;) std::this_thread::yield();
+  ends = true;
+  other.join();
+}
+
 TEST(CachedTensors, AreMadeInAForkedChildToo) {
   if (kHasAddressSanitizer) GTEST_SKIP() << "AddressSanitizer's locks may be held by other threads at the fork";
   const ProcessEffects caches{tessera::ProcessSetup{}};
