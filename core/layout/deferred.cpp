@@ -28,8 +28,7 @@ static constexpr auto kDeferredKey = c10::DispatchKey::TESSERA_DEFERRED_KEY;
 
 // Records the operator calls of constructors, in order. Describes deferred tensors by View. If the tape held the
 // tensors themselves, whose storages own the tape, it would never be freed.
-class Tape {
- public:
+struct Tape {
   // A view of one of the tape's storages.
   struct View {
     size_t storage;
@@ -249,11 +248,15 @@ class Replay {
     if (!call.op.hasTag(at::Tag::nondeterministic_seeded)) return call.op.callBoxed(stack);
     std::lock_guard lock(default_generator_mutex);
     at::Generator common = at::detail::getDefaultCPUGenerator();
-    const at::Tensor before = common.get_state();
-    common.set_state(generator_.get_state());
+    const auto exchange_states = [&] {
+      std::lock_guard of_common(common.mutex());  // other threads of the program may draw
+      const at::Tensor before = common.get_state();
+      common.set_state(generator_.get_state());
+      generator_.set_state(before);
+    };
+    exchange_states();
     call.op.callBoxed(stack);
-    generator_.set_state(common.get_state());
-    common.set_state(before);
+    exchange_states();
   }
 
   const std::shared_ptr<Tape> tape_;

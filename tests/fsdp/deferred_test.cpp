@@ -5,6 +5,8 @@
 #include <c10/core/InferenceMode.h>
 
 #include <atomic>
+#include <mutex>
+#include <thread>
 
 #include "core/layout/deferred.h"
 #include "tests/support/random_net.h"
@@ -98,6 +100,19 @@ void expect_same_values(Build build) {
   }
   for (const auto& entry : expected->named_buffers())
     EXPECT_TRUE(torch::equal(model->named_buffers()[entry.key()], entry.value())) << entry.key();
+}
+
+// A thread that holds the generator's mutex draws, so the state must not change meanwhile.
+TEST(Deferred, LocksTheDefaultGeneratorWhileItChangesTheState) {
+  auto model = deferred([] { return Peculiar(); });
+  at::Generator common = at::detail::getDefaultCPUGenerator();
+  std::unique_lock draws(common.mutex());
+  const at::Tensor before = common.get_state();
+  std::thread other([&] { materialize(*model); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  EXPECT_TRUE(at::equal(common.get_state(), before));
+  draws.unlock();
+  other.join();
 }
 
 TEST(Deferred, ValuesAreThoseOfAnOrdinaryBuild) {
