@@ -24,9 +24,9 @@
 #include "core/comm/store_client.h"
 #include "core/launch/guest_group.h"
 #include "core/launch/local_address.h"
-#include "core/launch/require.h"
 #include "core/runtime/call_with_timeout.h"
 #include "core/runtime/host.h"
+#include "core/runtime/require.h"
 #include "core/runtime/warn.h"
 #include "elastic/part_storage.h"
 
@@ -447,10 +447,9 @@ void ElasticState::regroup() {
   change_->joined = decision.joined;
   const bool is_as_before = decision.members == group_.members && decision.step.step == group_.step.step;
   failures_at_step_ = is_as_before ? failures_at_step_ + 1 : 0;
-  if (failures_at_step_ == kMostFailuresAtStep)
-    throw CommError(c10::str("all ", group_.members.size(), " ranks failed ", kMostFailuresAtStep + 1,
-                             " times after step ", group_.step.step, ", and none was lost: ", change_->reason,
-                             "; expected ranks with equal loops"));
+  require<CommError>(failures_at_step_ != kMostFailuresAtStep, "all ", group_.members.size(), " ranks failed ",
+                     kMostFailuresAtStep + 1, " times after step ", group_.step.step,
+                     ", and none was lost: ", change_->reason, "; expected ranks with equal loops");
   const auto own = std::ranges::find(decision.members, self_);
   if (own == decision.members.end()) {
     leave_run();
@@ -536,9 +535,8 @@ std::optional<json> ElasticRunState::restore_from_disk() {
   const auto loaded = load_newest_checkpoint(all_.options().checkpoints, *state_);
   if (!loaded) return std::nullopt;
   const auto step = loaded->extra.find("step");
-  if (step == loaded->extra.end() || !step->is_number_integer())
-    throw CheckpointError(loaded->path.string() +
-                          ": its extra has no integer \"step\", which restore() needs; save it with {\"step\", n}");
+  require<CheckpointError>(step != loaded->extra.end() && step->is_number_integer(), loaded->path.string(),
+                           ": its extra has no integer \"step\", which restore() needs; save it with {\"step\", n}");
   step_ = step->get<int64_t>();
   if (change_ && comm_->rank() == 0)
     warn(c10::str("no step is complete in memory; continuing from ", loaded->path.string(), ", step ", step_));

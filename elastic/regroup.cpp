@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <tessera/errors.h>
+#include "core/runtime/require.h"
 
 namespace tessera::internal {
 
@@ -192,10 +193,9 @@ Decision Regroup::run() {
     leader = first_that_answers();
     if (found_) break;
     const auto ended = std::ranges::count_if(seen_, [](const Seen& seen) { return seen.is_gone; });
-    if (2 * ended >= size && was_stopped())
-      throw CommError("rank " + std::to_string(rank_) + " of " + std::to_string(size) + " was stopped, and " +
-                      std::to_string(ended) + " of the other ranks have ended meanwhile; expected more than half of " +
-                      "the ranks to live, because the others may have gone on without this one");
+    require<CommError>(2 * ended < size || !was_stopped(), "rank ", rank_, " of ", size, " was stopped, and ", ended,
+                       " of the other ranks have ended meanwhile; expected more than half of the ranks to live, "
+                       "because the others may have gone on without this one");
     if (leads && leader == rank_) {
       const bool all_are_here =
           std::ranges::all_of(seen_, [](const Seen& seen) { return seen.is_gone || seen.has_arrived; });
@@ -249,11 +249,9 @@ bool Regroup::may_decide(const std::set<int>& agreeing) {
   if (!is_quorum(size, agreeing, gone())) return false;
   if (is_quorum(size, agreeing, {})) return true;
   if (const auto recorded = options_.recorded ? options_.recorded() : std::nullopt) found_ = *recorded;
-  if (!found_ && options_.has_gone_on && options_.has_gone_on())
-    throw CommError(
-        "rank " + std::to_string(rank_) + " of " + std::to_string(size) +
-        " could not reach the others for some time: the other ranks have gone on without it, and have ended;" +
-        " expected this process to end");
+  require<CommError>(found_ || !options_.has_gone_on || !options_.has_gone_on(), "rank ", rank_, " of ", size,
+                     " could not reach the others for some time: the other ranks have gone on without it, and have "
+                     "ended; expected this process to end");
   return true;
 }
 

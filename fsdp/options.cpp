@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/runtime/dtypes.h"
+#include "core/runtime/require.h"
 
 namespace tessera {
 using namespace internal;
@@ -14,8 +15,7 @@ namespace {
 std::string name_of(std::optional<at::ScalarType> dtype) { return dtype ? c10::toString(*dtype) : "own"; }
 
 void check_least(const char* field, int64_t value, int64_t least) {
-  if (value < least)
-    throw std::invalid_argument(c10::str("FsdpOptions::", field, " is ", value, ", expected ", least, " or more"));
+  require(value >= least, "FsdpOptions::", field, " is ", value, ", expected ", least, " or more");
 }
 
 // Whether the module is a batch norm of any class (libtorch's, SyncBatchNorm, or an exported one): it has the buffers
@@ -51,16 +51,14 @@ const FsdpOptions& checked(const FsdpOptions& options) {
                                          "with its parameters and gradients"));
   if (!options.offload.directory.empty())
     check_least("offload.disk_buffer_bytes", options.offload.disk_buffer_bytes, 4096);
-  if (options.offload.directory.empty() && options.offload.disk_units)
-    throw std::invalid_argument(
-        "FsdpOptions::offload.disk_units is set, but offload.directory is empty: expected a folder for these units");
+  require(!options.offload.directory.empty() || !options.offload.disk_units,
+          "FsdpOptions::offload.disk_units is set, but offload.directory is empty: expected a folder for these units");
   if (!options.offload.directory.empty() && !options.offload.params)
     throw std::invalid_argument("FsdpOptions::offload.directory is '" + options.offload.directory +
                                 "', but offload.params is false: shards that stay on the device cannot lie on a disk");
-  if (options.hybrid.ranks_per_secondary_copy > 0 && !options.reshard_after_forward)
-    throw std::invalid_argument("FsdpOptions::hybrid.ranks_per_secondary_copy is " +
-                                std::to_string(options.hybrid.ranks_per_secondary_copy) +
-                                ", but reshard_after_forward is false: backward gathers nothing, expected 0");
+  require(options.hybrid.ranks_per_secondary_copy <= 0 || options.reshard_after_forward,
+          "FsdpOptions::hybrid.ranks_per_secondary_copy is ", options.hybrid.ranks_per_secondary_copy,
+          ", but reshard_after_forward is false: backward gathers nothing, expected 0");
   check_least("prefetch", options.prefetch, 0);
   check_least("keep_recent", options.keep_recent, 1);
   return options;

@@ -1,4 +1,5 @@
 // Construction of Scheduler, its observers, and calls by the user. The phases of a step are in scheduler.cpp.
+#include "core/runtime/require.h"
 #include "fsdp/scheduler.h"
 
 #include <algorithm>
@@ -64,10 +65,9 @@ void Scheduler::observe_gradients(GradientReducer::Observer observer, std::funct
   std::lock_guard lock(mutex_);
   require_outside_backward("on_gradients");
   if (observer && observer_) throw std::logic_error("on_gradients: somebody is told about gradients already");
-  if (observer && model_.options().check_finite)
-    throw std::invalid_argument(
-        "on_gradients with FsdpOptions::check_finite: the check comes at the end of backward, when "
-        "steps have been taken already");
+  require(!observer || !model_.options().check_finite,
+          "on_gradients with FsdpOptions::check_finite: the check comes at the end of backward, when steps have been "
+          "taken already");
   gradients_.reducer().set_observer(!observer ? GradientReducer::Observer()
                                               : [this](const auto& leaves) { to_observe_.push_back(leaves); });
   observer_ = std::move(observer);
@@ -216,9 +216,8 @@ void Scheduler::visit_full_state(const ShardedModel::VisitState& visit, const St
     std::lock_guard lock(mutex_);
     require_outside_backward("full_state_dict");
     require_use("full_state_dict");
-    if (summon_ == Summon::kElsewhere)
-      throw std::logic_error("full_state_dict on rank " + model_.rank_text() +
-                             " while full parameters are summoned on rank 0 only: leave the scope first");
+    require<std::logic_error>(summon_ != Summon::kElsewhere, "full_state_dict on rank ", model_.rank_text(),
+                              " while full parameters are summoned on rank 0 only: leave the scope first");
     begin_look();
     for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/true);
   }

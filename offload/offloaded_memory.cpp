@@ -1,6 +1,6 @@
 #include "offload/offloaded_memory.h"
 
-#include <stdexcept>
+#include "core/runtime/require.h"
 
 namespace tessera::internal {
 
@@ -9,11 +9,10 @@ OffloadedMemory::OffloadedMemory(const OffloadOptions& options, const Communicat
       rank_(std::to_string(world.rank())),
       staging_(world.device(), MemoryKind::kStaging),
       host_({world.device(), options.pin_memory, options.host_limit_bytes}) {
-  if (!world.device().is_cpu() && options.params != options.grads)
-    throw std::invalid_argument(std::string("FsdpOptions::offload has params = ") +
-                                (options.params ? "true" : "false") +
-                                " and grads = " + (options.grads ? "true" : "false") + " on " + world.device().str() +
-                                ", expected both or neither: an optimizer needs parameters and gradients in one place");
+  require(world.device().is_cpu() || options.params == options.grads,
+          "FsdpOptions::offload has params = ", options.params ? "true" : "false",
+          " and grads = ", options.grads ? "true" : "false", " on ", world.device().str(),
+          ", expected both or neither: an optimizer needs parameters and gradients in one place");
   if (!options.directory.empty())
     disk_ = std::make_unique<DiskPager>(DiskPagerOptions{options.directory, options.disk_buffer_bytes});
   if (options.params || options.grads) copies_ = CopyEngine::make(world.device());

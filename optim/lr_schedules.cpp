@@ -7,6 +7,8 @@
 #include <string>
 #include <utility>
 
+#include "core/runtime/require.h"
+
 namespace tessera {
 namespace {
 
@@ -14,9 +16,7 @@ namespace {
 constexpr int64_t kMostSteps = std::numeric_limits<unsigned>::max();
 
 void require_steps(const char* name, int64_t steps, int64_t least, int64_t most) {
-  if (steps < least || steps > most)
-    throw std::invalid_argument(std::string(name) + " is " + std::to_string(steps) + ", expected " +
-                                std::to_string(least) + " to " + std::to_string(most));
+  require(steps >= least && steps <= most, name, " is ", steps, ", expected ", least, " to ", most);
 }
 
 std::function<double(int64_t)> warmup(int64_t warmup_steps) {
@@ -29,9 +29,8 @@ std::function<double(int64_t)> warmup(int64_t warmup_steps) {
 std::function<double(int64_t)> warmup_cosine(int64_t warmup_steps, int64_t total_steps, double final_fraction) {
   require_steps("total_steps", total_steps, 1, kMostSteps);
   require_steps("warmup_steps", warmup_steps, 0, total_steps);
-  if (!(final_fraction >= 0.0 && std::isfinite(final_fraction)))
-    throw std::invalid_argument("final_fraction is " + std::to_string(final_fraction) +
-                                ", expected a number from 0 on");
+  require(final_fraction >= 0.0 && std::isfinite(final_fraction), "final_fraction is ", final_fraction,
+          ", expected a number from 0 on");
   return [=, rise = warmup(warmup_steps)](int64_t step) {
     if (step < warmup_steps) return rise(step);
     if (step >= total_steps) return final_fraction;

@@ -19,6 +19,7 @@
 #include "core/memory/memory_kind_scope.h"
 #include "core/memory/without_data.h"
 #include "core/model/shard_norm.h"
+#include "core/runtime/require.h"
 #include "core/runtime/task_queue.h"
 #include "core/runtime/warn.h"
 
@@ -32,24 +33,21 @@ namespace {
 std::unique_ptr<PartialStep::RevocableSteps> speculation_of(PartialStep& optimizer,
                                                             const StepInBackwardOptions& options) {
   if (!options.speculative) return nullptr;
-  if (!options.max_norm)
-    throw std::invalid_argument(
-        "StepInBackward: speculative without max_norm, expected both: no step has to wait where nothing is clipped");
+  require(options.max_norm.has_value(),
+          "StepInBackward: speculative without max_norm, expected both: no step has to wait where nothing is clipped");
   auto steps = optimizer.revocable_steps();
-  if (!steps)
-    throw std::invalid_argument("StepInBackward: speculative with a " + c10::demangle(typeid(optimizer).name()) +
-                                ", expected an optimizer whose steps can be taken back (PartialStep::revocable_steps): "
-                                "HostAdam or HostAdamW");
+  require(
+      steps != nullptr, "StepInBackward: speculative with a ", c10::demangle(typeid(optimizer).name()),
+      ", expected an optimizer whose steps can be taken back (PartialStep::revocable_steps): HostAdam or HostAdamW");
   return steps;
 }
 
 // Throws std::invalid_argument for a class derived from Tessera's optimizers, because its step() would not be called.
 void require_no_own_step(const PartialStep& optimizer) {
   const auto* whole = dynamic_cast<const torch::optim::Optimizer*>(&optimizer);
-  if (whole != nullptr && may_have_own_step(*whole))
-    throw std::invalid_argument("StepInBackward: " + c10::demangle(typeid(optimizer).name()) +
-                                " is derived from an optimizer of Tessera's, and its own step() would not be called, "
-                                "expected that optimizer itself, or a PartialStep that is derived from none");
+  require(whole == nullptr || !may_have_own_step(*whole), "StepInBackward: ", c10::demangle(typeid(optimizer).name()),
+          " is derived from an optimizer of Tessera's, and its own step() would not be called, expected that optimizer "
+          "itself, or a PartialStep that is derived from none");
 }
 
 // Pins the calling thread, and threads that it starts later (for example in parallel_over()), to `processors`.

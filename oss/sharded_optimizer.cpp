@@ -28,6 +28,7 @@
 #include "core/runtime/dtypes.h"
 #include "core/runtime/graph_recorder.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
+#include "core/runtime/require.h"
 #include "core/trace/trace.h"
 #include "optim/host/fused_kernels.h"
 #include "optim/host/host_step.h"
@@ -97,25 +98,21 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
       partition_(std::make_unique<Partition>()),
       late_reports_(std::make_unique<LateReports>()),
       calls_(std::make_shared<SingleThreadChecker>()) {
-  if (dynamic_cast<const torch::optim::LBFGSOptions*>(&this->defaults()) != nullptr)
-    throw std::invalid_argument(
-        "OSS<torch::optim::LBFGS>: LBFGS searches along one direction for all parameters together, and each rank would "
-        "search along its own; use tessera::Lbfgs");
-  if (dynamic_cast<const LbfgsOptions*>(&this->defaults()) != nullptr &&
-      (options_.broadcast_dtype || options_.offload.params || options_.offload.grads))
-    throw std::invalid_argument(
-        "OSS<Lbfgs> with OssOptions::broadcast_dtype or offload: each point of a line search would be rounded, or "
-        "travel to the host and back; use FullyShardedDataParallel with offload");
+  require(dynamic_cast<const torch::optim::LBFGSOptions*>(&this->defaults()) == nullptr,
+          "OSS<torch::optim::LBFGS>: LBFGS searches along one direction for all parameters together, and each rank "
+          "would search along its own; use tessera::Lbfgs");
+  require(dynamic_cast<const LbfgsOptions*>(&this->defaults()) == nullptr ||
+              (!options_.broadcast_dtype && !options_.offload.params && !options_.offload.grads),
+          "OSS<Lbfgs> with OssOptions::broadcast_dtype or offload: each point of a line search would be rounded, or "
+          "travel to the host and back; use FullyShardedDataParallel with offload");
   require_training_dtype("OssOptions::broadcast_dtype", options_.broadcast_dtype);
-  if (options_.broadcast_bucket_bytes < 0)
-    throw std::invalid_argument("OssOptions::broadcast_bucket_bytes is " +
-                                std::to_string(options_.broadcast_bucket_bytes) + ", expected 0 or more");
+  require(options_.broadcast_bucket_bytes >= 0, "OssOptions::broadcast_bucket_bytes is ",
+          options_.broadcast_bucket_bytes, ", expected 0 or more");
   if (options_.offload.device_fraction != 0)
     throw std::invalid_argument(c10::str("OssOptions::offload.device_fraction is ", options_.offload.device_fraction,
                                          ", but only FullyShardedDataParallel keeps units on the device, expected 0"));
-  if (!options_.offload.directory.empty())
-    throw std::invalid_argument("OssOptions::offload.directory is '" + options_.offload.directory +
-                                "', but only FullyShardedDataParallel keeps shards on a disk");
+  require(options_.offload.directory.empty(), "OssOptions::offload.directory is '", options_.offload.directory,
+          "', but only FullyShardedDataParallel keeps shards on a disk");
   if (const OffloadOptions& offload = options_.offload; offload.params || offload.grads)
     host_ = std::make_unique<HostStep>(
         make_, HostStepOptions{{comm_->device(), offload.pin_memory, offload.host_limit_bytes},
@@ -261,10 +258,9 @@ const std::vector<int64_t>& ShardedOptimizer::owned_bytes() const { return parti
 int ShardedOptimizer::owner(const at::Tensor& parameter) const {
   const auto known = ownership_.find(parameter.unsafeGetTensorImpl());
   if (known != ownership_.end()) return known->second.owner;
-  if (is_added(parameter))
-    throw std::logic_error("OSS: " + label_of(parameter) +
-                           " was added by add_param_group() of the base class, and has no owner before the next "
-                           "step(): call OSS::add_param_group() instead");
+  require<std::logic_error>(!is_added(parameter), "OSS: ", label_of(parameter),
+                            " was added by add_param_group() of the base class, and has no owner before the next "
+                            "step(): call OSS::add_param_group() instead");
   throw std::invalid_argument("a tensor of shape " + c10::str(parameter.sizes()) +
                               " is no parameter of this optimizer");
 }
@@ -316,12 +312,10 @@ void ShardedOptimizer::take_added_groups() {
                                " is another than when the group was added: add new ones by add_param_group()");
     }
   if (param_groups_.size() > local_->param_groups().size()) adopt_groups_from(local_->param_groups().size());
-  if (all_parameters().size() != partition_->owners.size())
-    throw std::logic_error("OSS on rank " + std::to_string(comm_->rank()) + ": the groups have " +
-                           std::to_string(all_parameters().size()) + " parameters, expected " +
-                           std::to_string(partition_->owners.size()) + ", from parameter number " +
-                           std::to_string(place) +
-                           " on: add new ones by add_param_group(), and freeze those that are not to be stepped");
+  require<std::logic_error>(all_parameters().size() == partition_->owners.size(), "OSS on rank ", comm_->rank(),
+                            ": the groups have ", all_parameters().size(), " parameters, expected ",
+                            partition_->owners.size(), ", from parameter number ", place,
+                            " on: add new ones by add_param_group(), and freeze those that are not to be stepped");
 }
 
 at::Tensor ShardedOptimizer::step(LossClosure closure) {
@@ -503,9 +497,8 @@ OptimizerStateDict ShardedOptimizer::local_state_dict() const {
 
 // Sends the tensors one by one, owner by owner, so that a rank holds one received tensor beside those it keeps.
 void ShardedOptimizer::consolidate_state_dict(int rank) {
-  if (rank < -1 || rank >= comm_->size())
-    throw std::invalid_argument("consolidate_state_dict: rank " + std::to_string(rank) + ", expected -1 to " +
-                                std::to_string(comm_->size() - 1));
+  require(rank >= -1 && rank < comm_->size(), "consolidate_state_dict: rank ", rank, ", expected -1 to ",
+          comm_->size() - 1);
   const auto call = begin_call(*calls_, *comm_, "consolidate_state_dict()");
   take_added_groups();
   at::NoGradGuard no_grad;
@@ -544,11 +537,9 @@ void ShardedOptimizer::consolidate_state_dict(int rank) {
 }
 
 const OptimizerStateDict& ShardedOptimizer::state_dict() const {
-  if (!consolidated_)
-    throw std::logic_error(
-        "state_dict() on rank " + std::to_string(comm_->rank()) +
-        ": call consolidate_state_dict() on all ranks first, with this rank or -1 (local_state_dict() "
-        "has this rank's part)");
+  require<std::logic_error>(consolidated_.has_value(), "state_dict() on rank ", comm_->rank(),
+                            ": call consolidate_state_dict() on all ranks first, with this rank or -1 "
+                            "(local_state_dict() has this rank's part)");
   return *consolidated_;
 }
 

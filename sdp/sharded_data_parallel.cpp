@@ -8,6 +8,7 @@
 
 #include "core/model/shard_norm.h"
 #include "core/runtime/dtypes.h"
+#include "core/runtime/require.h"
 #include "sdp/replicated/replicated_gradients.h"
 
 namespace tessera::internal {
@@ -23,9 +24,8 @@ std::string describe(const SdpOptions& options) {
 }
 
 const SdpOptions& checked(const SdpOptions& options) {
-  if (options.reduce_bucket_bytes < 0)
-    throw std::invalid_argument("SdpOptions::reduce_bucket_bytes is " + std::to_string(options.reduce_bucket_bytes) +
-                                ", expected 0 (off) or more");
+  require(options.reduce_bucket_bytes >= 0, "SdpOptions::reduce_bucket_bytes is ", options.reduce_bucket_bytes,
+          ", expected 0 (off) or more");
   if (options.reduce_dtype && options.wire != WireFormat::kDtype)
     throw std::invalid_argument(std::string("SdpOptions::reduce_dtype is ") + c10::toString(*options.reduce_dtype) +
                                 ", and SdpOptions::wire is kInt8Blocks: gradients travel in one of them");
@@ -72,26 +72,22 @@ std::vector<SdpModule::Reference> SdpModule::references_to(const std::vector<Sha
 // Throws std::logic_error if an optimizer was destroyed: gradients would still be reduced to the owners that it chose.
 void SdpModule::require_optimizers() const {
   for (const Reference& reference : optimizers_)
-    if (reference.lifetime.expired())
-      throw std::logic_error("ShardedDataParallel on rank " + std::to_string(comm()->rank()) +
-                             ": the optimizer of parameter '" + reference.first_parameter +
-                             "' no longer exists: wrap the module again, with the optimizer that took its place");
+    require<std::logic_error>(!reference.lifetime.expired(), "ShardedDataParallel on rank ", comm()->rank(),
+                              ": the optimizer of parameter '", reference.first_parameter,
+                              "' no longer exists: wrap the module again, with the optimizer that took its place");
 }
 
 int SdpModule::owner_of(const PlannedParameter& parameter) const {
   const ShardedOptimizer* found = nullptr;
   for (const auto& [optimizer, lifetime, first] : optimizers_) {
     if (lifetime.expired() || !optimizer->has(parameter.tensor)) continue;
-    if (found != nullptr)
-      throw std::invalid_argument("ShardedDataParallel on rank " + std::to_string(comm()->rank()) + ": parameter '" +
-                                  parameter.fqn + "' is in two of the optimizers");
+    require(found == nullptr, "ShardedDataParallel on rank ", comm()->rank(), ": parameter '", parameter.fqn,
+            "' is in two of the optimizers");
     found = optimizer;
   }
-  if (found == nullptr)
-    throw std::invalid_argument(
-        "ShardedDataParallel on rank " + std::to_string(comm()->rank()) + ": parameter '" + parameter.fqn +
-        "' requires a gradient but is in none of the optimizers, so that no rank owns it: add it to "
-        "one, or freeze it");
+  require(
+      found != nullptr, "ShardedDataParallel on rank ", comm()->rank(), ": parameter '", parameter.fqn,
+      "' requires a gradient but is in none of the optimizers, so that no rank owns it: add it to one, or freeze it");
   return found->owner(parameter.tensor);
 }
 

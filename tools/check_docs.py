@@ -87,6 +87,7 @@ def check_errors(pages, problems):
 
 
 # Expressions that throw, or call a function of the file that throws; their first texts are the error.
+REQUIRES = re.compile(r"\brequire(?:<[\w:]+>)?\(")  # the function of core/runtime/require.h
 THROWS = re.compile(r"\b(?:throw\s+[\w:]+\s*|(?:refuse|fail|refuse_argument|fail_at|refuse_trace|refuse_value))\(")
 
 
@@ -103,7 +104,8 @@ def call_at(text, begin):
 def thrown_in(path):
     """Yields the line number and the texts of each error that a file throws."""
     code = re.sub(r'(^|[^:"])//.*', r"\1", path.read_text(encoding="utf-8"))
-    for found in THROWS.finditer(code):
+    requires = REQUIRES.finditer(code) if '#include "core/runtime/require.h"' in code else []
+    for found in [*THROWS.finditer(code), *requires]:
         call = re.sub(r'"\s*\n\s*"', "", call_at(code, found.start()))
         texts = [re.sub(r"\\(.)", r"\1", text).strip() for text in re.findall(r'"((?:\\.|[^"\\\n])*)"', call)]
         texts = [text for text in texts if len(text) >= LEAST]

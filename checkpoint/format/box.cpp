@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <numeric>
-#include <stdexcept>
+
+#include "core/runtime/require.h"
 
 namespace tessera::internal {
 namespace {
@@ -89,12 +90,10 @@ bool fills_memory(const std::vector<int64_t>& sizes, const std::vector<int64_t>&
 }
 
 std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
-  if (sizes.size() != strides.size())
-    throw std::invalid_argument("sizes " + to_string(sizes) + " and strides " + to_string(strides) +
-                                " differ in length");
-  if (!fills_memory(sizes, strides))
-    throw std::invalid_argument("a tensor of sizes " + to_string(sizes) + " with strides " + to_string(strides) +
-                                " does not fill its memory");
+  require(sizes.size() == strides.size(), "sizes ", to_string(sizes), " and strides ", to_string(strides),
+          " differ in length");
+  require(fills_memory(sizes, strides), "a tensor of sizes ", to_string(sizes), " with strides ", to_string(strides),
+          " does not fill its memory");
   std::vector<int64_t> order(sizes.size());
   std::iota(order.begin(), order.end(), 0);
   if (numel_of(sizes) == 0) return order;

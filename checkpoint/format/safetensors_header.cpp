@@ -4,11 +4,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
 
 #include <tessera/errors.h>
 #include "checkpoint/format/box.h"
 #include "core/runtime/lfs_pointer.h"
+#include "core/runtime/require.h"
 
 namespace tessera::internal {
 namespace {
@@ -51,15 +51,13 @@ void check_order(std::vector<SafetensorsEntry>& entries, int64_t header_bytes, i
   });
   int64_t end = header_bytes;
   for (const auto& entry : entries) {
-    if (entry.begin != end)
-      throw CheckpointError(
-          where + ": tensor '" + entry.name + "': its data begins at byte " + std::to_string(entry.begin) +
-          (entry.begin < end ? ", inside another's" : ", after a hole") + "; expected " + std::to_string(end));
+    require<CheckpointError>(entry.begin == end, where, ": tensor '", entry.name, "': its data begins at byte ",
+                             entry.begin, entry.begin < end ? ", inside another's" : ", after a hole", "; expected ",
+                             end);
     end += entry.bytes;
   }
-  if (end != file_bytes)
-    throw CheckpointError(where + ": has " + std::to_string(file_bytes) + " bytes, but its header describes " +
-                          std::to_string(end) + (file_bytes < end ? ": it is truncated" : ""));
+  require<CheckpointError>(end == file_bytes, where, ": has ", file_bytes, " bytes, but its header describes ", end,
+                           file_bytes < end ? ": it is truncated" : "");
 }
 
 }  // namespace
@@ -88,9 +86,8 @@ at::ScalarType dtype_field(const JsonObject& fields) {
 }
 
 void check_dtype(const std::string& tensor, at::ScalarType dtype) {
-  if (!safetensors_name(dtype))
-    throw std::invalid_argument("'" + tensor + "' has the dtype " + c10::toString(dtype) +
-                                ", which safetensors files have no name for");
+  require(safetensors_name(dtype).has_value(), "'", tensor, "' has the dtype ", c10::toString(dtype),
+          ", which safetensors files have no name for");
 }
 
 bool is_utf8(const std::string& text) try {
@@ -134,8 +131,7 @@ SafetensorsHeader parse_safetensors_header(std::string_view text, int64_t file_b
 std::string read_header_bytes(const InputFile& file) {
   const std::string where = file.path().string();
   const int64_t file_bytes = file.bytes();
-  if (file_bytes < kLengthBytes)
-    throw CheckpointError(where + ": has " + std::to_string(file_bytes) + " bytes, too few for a header");
+  require<CheckpointError>(file_bytes >= kLengthBytes, where, ": has ", file_bytes, " bytes, too few for a header");
   std::string beginning(static_cast<size_t>(std::min<int64_t>(file_bytes, 64)), '\0');
   file.read(beginning.data(), std::ssize(beginning), 0);
   if (const std::string problem = lfs_problem(beginning); !problem.empty())
@@ -145,10 +141,9 @@ std::string read_header_bytes(const InputFile& file) {
   uint64_t text_bytes = 0;
   std::memcpy(&text_bytes, beginning.data(), kLengthBytes);
   text_bytes = le64toh(text_bytes);
-  if (text_bytes > static_cast<uint64_t>(std::min(kMaxHeaderBytes, file_bytes - kLengthBytes)))
-    throw CheckpointError(where + ": claims a header of " + std::to_string(text_bytes) + " bytes; the file has " +
-                          std::to_string(file_bytes) + ", and " + std::to_string(kMaxHeaderBytes) +
-                          " is the most allowed");
+  require<CheckpointError>(text_bytes <= static_cast<uint64_t>(std::min(kMaxHeaderBytes, file_bytes - kLengthBytes)),
+                           where, ": claims a header of ", text_bytes, " bytes; the file has ", file_bytes, ", and ",
+                           kMaxHeaderBytes, " is the most allowed");
   std::string bytes(kLengthBytes + text_bytes, '\0');
   file.read(bytes.data(), static_cast<int64_t>(bytes.size()), 0);
   return bytes;

@@ -5,6 +5,7 @@
 
 #include <tessera/errors.h>
 #include "core/runtime/lazy_values.h"
+#include "core/runtime/require.h"
 
 namespace tessera::internal {
 namespace {
@@ -41,11 +42,9 @@ void write_rank_file(const std::filesystem::path& path, const RankFileFields& fi
     offsets[piece->name] = {{"saved_offsets", piece->box.offsets}};
     digits += 16 * (bytes_of(*piece) / fields.block_bytes + 1);
   }
-  if (digits > kMaxHeaderBytes)
-    throw std::invalid_argument("block_bytes is " + std::to_string(fields.block_bytes) + ": the checksums of " +
-                                path.filename().string() + " would have " + std::to_string(digits) +
-                                " bytes, more than the " + std::to_string(kMaxHeaderBytes) +
-                                " that a header may have; take larger blocks");
+  require(digits <= kMaxHeaderBytes, "block_bytes is ", fields.block_bytes, ": the checksums of ",
+          path.filename().string(), " would have ", digits, " bytes, more than the ", kMaxHeaderBytes,
+          " that a header may have; take larger blocks");
   const std::map<std::string, std::string> metadata = {
       {"format", "pt"}, {"DCP_VERSION", "1.0"}, {"DCP_SHARDING_INFO", offsets.dump()}};
   std::map<std::string, std::vector<uint64_t>> checksums;
@@ -85,9 +84,8 @@ bool can_be_data(const Piece& piece, const at::Tensor& tensor) {
 
 at::Tensor checked_data(const Piece& piece) {
   const at::Tensor data = piece.data();
-  if (!can_be_data(piece, data))
-    throw std::logic_error("the data for the slice " + to_string(piece.box) + " of '" + piece.name +
-                           "' is not what was announced");
+  require<std::logic_error>(can_be_data(piece, data), "the data for the slice ", to_string(piece.box), " of '",
+                            piece.name, "' is not what was announced");
   return data;
 }
 

@@ -15,6 +15,7 @@
 #include "checkpoint/save/outcome.h"
 #include "checkpoint/state/saved_state.h"
 #include "core/runtime/host.h"
+#include "core/runtime/require.h"
 
 namespace tessera {
 using namespace internal;
@@ -54,9 +55,8 @@ std::vector<FullTensor> translate(std::vector<FullTensor> tensors, const SaveFul
   for (FullTensor& tensor : tensors) {
     const std::string own = tensor.name;
     const bool is_transposed = options.transposed && options.transposed(own);
-    if (is_transposed && tensor.shape.size() != 2)
-      throw std::invalid_argument("SaveFullOptions::transposed: '" + own + "' has " +
-                                  std::to_string(tensor.shape.size()) + " dimensions, expected 2");
+    require(!is_transposed || tensor.shape.size() == 2, "SaveFullOptions::transposed: '", own, "' has ",
+            tensor.shape.size(), " dimensions, expected 2");
     if (is_transposed) std::swap(tensor.shape[0], tensor.shape[1]);
     std::vector<std::string> names{own};
     names.insert(names.end(), tensor.aliases.begin(), tensor.aliases.end());
@@ -133,12 +133,9 @@ fs::path part_path_of(const fs::path& file, const std::string& tag, size_t i, si
 
 FullLayout plan_full_files(const fs::path& file, const std::vector<FullTensor>& tensors, const SaveFullOptions& options,
                            const std::string& tag) {
-  if (is_remote(file))
-    throw std::invalid_argument(
-        "'" + file.string() +
-        "' is not a local file: whole models are written to local folders, and copied from there");
-  if (options.max_file_bytes < 0)
-    throw std::invalid_argument("max_file_bytes is " + std::to_string(options.max_file_bytes) + ", expected 0 or more");
+  require(!is_remote(file), "'", file.string(),
+          "' is not a local file: whole models are written to local folders, and copied from there");
+  require(options.max_file_bytes >= 0, "max_file_bytes is ", options.max_file_bytes, ", expected 0 or more");
   const auto groups = group_by_bytes(tensors, options.max_file_bytes);
   FullLayout layout;
   nlohmann::json weight_map = nlohmann::json::object();

@@ -7,7 +7,6 @@
 #include <map>
 #include <optional>
 #include <set>
-#include <stdexcept>
 #include <utility>
 
 #include <tessera/errors.h>
@@ -19,6 +18,7 @@
 #include "checkpoint/full_file/find_full_tensors.h"
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/save/commit.h"
+#include "core/runtime/require.h"
 
 namespace tessera::internal {
 namespace {
@@ -105,9 +105,8 @@ TensorDifference compare(const std::string& name, const std::vector<int64_t>& sh
 SavedTensors find_tensors(const fs::path& path) {
   if (is_checkpoint(path)) return with_every_slice(read_manifest(path).saved);
   // Refuses rank files without a manifest. They are readable as full files, but a missing rank would go unnoticed.
-  if (has_rank_files(path))
-    throw CheckpointError(path.string() + ": has the files of a checkpoint's ranks, but no " + kManifestName +
-                          ": it is not a whole checkpoint");
+  require<CheckpointError>(!has_rank_files(path), path.string(), ": has the files of a checkpoint's ranks, but no ",
+                           kManifestName, ": it is not a whole checkpoint");
   return find_full_tensors(path);
 }
 
@@ -117,9 +116,8 @@ void consolidate_checkpoint(const fs::path& from, const fs::path& to, bool state
   Manifest manifest = read_manifest(from);
   manifest.saved = with_every_slice(manifest.saved);
   std::error_code ignored;
-  if (fs::equivalent(fs::absolute(to).parent_path(), from, ignored))
-    throw std::invalid_argument(to.string() +
-                                ": is in the checkpoint that it is to be made of; expected another folder");
+  require(!fs::equivalent(fs::absolute(to).parent_path(), from, ignored), to.string(),
+          ": is in the checkpoint that it is to be made of; expected another folder");
   SliceReader reader(manifest.saved, progress);
   std::vector<FullTensor> tensors;
   for (const auto& [name, tensor] : manifest.saved.tensors)
@@ -132,8 +130,7 @@ void consolidate_checkpoint(const fs::path& from, const fs::path& to, bool state
 
 void reshard_checkpoint(const fs::path& from, const fs::path& to, int ranks, const Progress& progress) {
   std::optional<ReadLock> hold(from);
-  if (ranks < 1 || ranks > 99999)
-    throw std::invalid_argument("ranks is " + std::to_string(ranks) + ", expected 1 to 99999");
+  require(ranks >= 1 && ranks <= 99999, "ranks is ", ranks, ", expected 1 to 99999");
   Manifest manifest = read_manifest(from);
   const SavedTensors saved = with_every_slice(manifest.saved);
   const auto partial = PartialCheckpoint::begin(to);
@@ -198,8 +195,7 @@ std::vector<std::string> verify_checkpoint(const fs::path& directory, const Prog
 
 std::vector<TensorDifference> diff_checkpoints(const fs::path& a, const fs::path& b, const DiffOptions& options,
                                                const Progress& progress) {
-  if (!(options.tolerance >= 0))
-    throw std::invalid_argument("tolerance is " + std::to_string(options.tolerance) + ", expected 0 or more");
+  require(options.tolerance >= 0, "tolerance is ", options.tolerance, ", expected 0 or more");
   const ReadLock hold_a(a), hold_b(b);
   SavedTensors first = find_tensors(a), second = find_tensors(b);
   if (options.only_parameters) {

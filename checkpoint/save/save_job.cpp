@@ -15,6 +15,7 @@
 #include "checkpoint/save/saved_part.h"
 #include "checkpoint/state/saved_state.h"
 #include "core/comm/agreement.h"
+#include "core/runtime/require.h"
 #include "core/runtime/stream_uses.h"
 #include "core/runtime/warn.h"
 #include "core/trace/ranges.h"
@@ -30,11 +31,9 @@ fs::path part_path(const fs::path& directory, int rank) { return directory / (".
 fs::path subgroup_path(const fs::path& directory, int leader) { return directory / (".group-" + five_digits(leader)); }
 
 void check_options(const SaveOptions& options) {
-  if (options.keep_last < 0)
-    throw std::invalid_argument("keep_last is " + std::to_string(options.keep_last) + ", expected 0 or more");
-  if (!is_block_bytes(options.block_bytes))
-    throw std::invalid_argument("block_bytes is " + std::to_string(options.block_bytes) +
-                                ", expected a multiple of 16 up to 1 GiB");
+  require(options.keep_last >= 0, "keep_last is ", options.keep_last, ", expected 0 or more");
+  require(is_block_bytes(options.block_bytes), "block_bytes is ", options.block_bytes,
+          ", expected a multiple of 16 up to 1 GiB");
 }
 
 // If the previous save failed, throws its error. Otherwise waits for a removal in flight that may still delete this
@@ -137,10 +136,9 @@ void SaveJob::join() {
 
 void SaveJob::write_part() {
   const Storage& storage = storage_of(partial_path_);
-  if (!storage.exists(partial_path_ / kDraftName))
-    throw CheckpointError(partial_path_.string() +
-                          ": is not there, though rank 0 has made it: somebody has removed it, or it is "
-                          "not on a file system that all ranks share");
+  require<CheckpointError>(storage.exists(partial_path_ / kDraftName), partial_path_.string(),
+                           ": is not there, though rank 0 has made it: somebody has removed it, or it is not on a file "
+                           "system that all ranks share");
   const RankFileFields fields{comm_->rank(), id_, options_.block_bytes, options_.rng ? plan_.rng : GeneratorStates()};
   SavedPart part(comm_->size());
   part.set(write_rank_files(partial_path_, fields, plan_.pieces, [&](int64_t) { heartbeat_.beat(); }),

@@ -12,6 +12,7 @@
 #include "core/memory/page_locked.h"
 #include "core/paging/residency.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
+#include "core/runtime/require.h"
 #include "core/runtime/stream_uses.h"
 
 namespace tessera::internal {
@@ -41,18 +42,15 @@ bool is_watched(const Piece& piece) { return piece.kind == TensorKind::kParamete
 }  // namespace
 
 void check_extra(const nlohmann::json& extra) {
-  if (json_depth(extra, kMaxExtraDepth) > kMaxExtraDepth)
-    throw std::invalid_argument("`extra` nests deeper than " + std::to_string(kMaxExtraDepth) + " levels");
+  require(json_depth(extra, kMaxExtraDepth) <= kMaxExtraDepth, "`extra` nests deeper than ", kMaxExtraDepth, " levels");
   const nlohmann::json values = extra.flatten();  // the keys are JSON pointers such as "/losses/1"
   for (const auto& [place, value] : values.items()) {
     if (value.is_number_float() && !std::isfinite(value.get<double>()))
       throw std::invalid_argument("`extra" + place + "` is " + std::to_string(value.get<double>()) +
                                   ", which JSON has no number for");
-    if (value.is_binary())
-      throw std::invalid_argument("`extra" + place +
-                                  "` is binary, which JSON has no form for: it would come back as an object");
-    if (value.is_discarded())
-      throw std::invalid_argument("`extra" + place + "` is no value but what a failed parse gives (is_discarded())");
+    require(!value.is_binary(), "`extra", place,
+            "` is binary, which JSON has no form for: it would come back as an object");
+    require(!value.is_discarded(), "`extra", place, "` is no value but what a failed parse gives (is_discarded())");
   }
   try {
     static_cast<void>(extra.dump());
@@ -123,9 +121,8 @@ void HostCopies::end(SavePlan& plan, at::Device device, const std::function<void
   if (on_side) begun_.emplace(device.type()).record(on_side->current_stream());
   await_copies();
   for (const auto& [fqn, tensor, writes] : plan.watched)
-    if (writes_to(tensor) != writes)
-      throw std::invalid_argument(
-          "'" + fqn + "' was written to while it was copied: call PendingSave::copied() before optimizer.step()");
+    require(writes_to(tensor) == writes, "'", fqn,
+            "' was written to while it was copied: call PendingSave::copied() before optimizer.step()");
 }
 
 at::Tensor HostCopies::take_memory() {

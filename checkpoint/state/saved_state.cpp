@@ -15,6 +15,7 @@
 #include "checkpoint/format/safetensors_header.h"
 #include "core/model/module_state.h"
 #include "core/runtime/lazy_values.h"
+#include "core/runtime/require.h"
 #include "core/runtime/stream_uses.h"
 #include "offload/disk/disk_pager.h"
 
@@ -124,10 +125,8 @@ NamedOptimizer::NamedOptimizer(const std::vector<NamedShard>& shards, torch::opt
     std::set<std::string> listed;
     for (size_t i = 0; i < group.params().size(); ++i) {
       const auto found = by_tensor.find(group.params()[i].unsafeGetTensorImpl());
-      if (found == by_tensor.end())
-        throw std::invalid_argument(
-            "the optimizer's group " + std::to_string(groups_.size() - 1) + " has parameter number " +
-            std::to_string(i) + ", which is not one of the model's: build the optimizer from the wrapper's parameters");
+      require(found != by_tensor.end(), "the optimizer's group ", groups_.size() - 1, " has parameter number ", i,
+              ", which is not one of the model's: build the optimizer from the wrapper's parameters");
       // Lists a tied parameter once, although a module's parameters() contains it once for each name.
       if (listed.insert(found->second).second) names.push_back(found->second);
       names_.insert(found->second);
@@ -263,8 +262,7 @@ std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vect
     check_dtype(local.fqn, local.tensor.scalar_type());
     check_tensor_name(local.fqn, "the model");
     for (const auto& alias : local.aliases) check_tensor_name(alias, "the model");
-    if (!names.insert(local.fqn).second)
-      throw std::invalid_argument("two tensors of the model and its optimizer are named '" + local.fqn + "'");
+    require(names.insert(local.fqn).second, "two tensors of the model and its optimizer are named '", local.fqn, "'");
   }
   return tensors;
 }

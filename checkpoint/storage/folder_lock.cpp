@@ -8,6 +8,7 @@
 
 #include "checkpoint/format/entries.h"
 #include "checkpoint/storage/file_lock.h"
+#include "core/runtime/require.h"
 
 namespace tessera {
 using namespace internal;
@@ -29,15 +30,13 @@ fs::path lock_file_in(const fs::path& folder) {
 }  // namespace
 
 FolderLock::FolderLock(const fs::path& folder) : file_(lock_file_in(folder)), lock_(std::make_unique<FileLock>()) {
-  if (is_remote(folder))
-    throw std::invalid_argument("'" + folder.string() + "' has no locks: FolderLock is for local folders");
+  require(!is_remote(folder), "'", folder.string(), "' has no locks: FolderLock is for local folders");
   make_directories(file_.parent_path());
   std::ofstream(file_, std::ios::app).flush();  // creates the file if it does not exist
   const LockOutcome outcome = lock_->take_exclusive(file_);
   const std::string holder = first_line(file_);
-  if (outcome == LockOutcome::kHeldByOther)
-    throw CheckpointError(folder.string() + ": is in use by " + (holder.empty() ? "another process" : holder) +
-                          ": one job at a time can write there");
+  require<CheckpointError>(outcome != LockOutcome::kHeldByOther, folder.string(), ": is in use by ",
+                           holder.empty() ? "another process" : holder, ": one job at a time can write there");
   if (outcome == LockOutcome::kNoLocks && !holder.empty() && !is_of_ended_process(holder))
     throw CheckpointError(folder.string() + ": seems to be in use by " + holder +
                           "; this file system has no locks: if that job has ended, remove " + file_.string());

@@ -21,8 +21,8 @@
 #include "core/comm/guest/text_exchange.h"
 #include "core/comm/nccl/nccl_communicator.h"
 #include "core/launch/local_address.h"
-#include "core/launch/require.h"
 #include "core/runtime/call_with_timeout.h"
+#include "core/runtime/require.h"
 
 namespace tessera {
 using namespace internal;

@@ -35,9 +35,9 @@
 #include "core/launch/local_address.h"
 #include "core/launch/process_setup.h"
 #include "core/launch/rendezvous.h"
-#include "core/launch/require.h"
 #include "core/launch/spawn_surviving.h"
 #include "core/runtime/host.h"
+#include "core/runtime/require.h"
 #include "core/runtime/run_clock.h"
 
 extern char** environ;
@@ -444,15 +444,12 @@ int spawn_local(int world, int argc, char** argv, std::chrono::milliseconds grac
 
 int internal::spawn_surviving(int world, int argc, char** argv, std::chrono::milliseconds grace,
                               const Survival& survival) {
-  if (world < 1)
-    throw std::invalid_argument(c10::str("tessera::spawn_local: world is ", world, "; expected at least 1"));
-  if (grace < grace.zero() || grace > kLongestTimeout)
-    throw std::invalid_argument(
-        c10::str("tessera::spawn_local: grace is ", grace.count(), " ms; expected at least 0 and at most a year"));
-  if (read_launch_environment().launched())
-    throw std::logic_error(
-        "tessera::spawn_local: a launcher has started this process already as a rank (see launched()); "
-        "expected to be called outside of a group");
+  require(world >= 1, "tessera::spawn_local: world is ", world, "; expected at least 1");
+  require(grace >= grace.zero() && grace <= kLongestTimeout, "tessera::spawn_local: grace is ", grace.count(),
+          " ms; expected at least 0 and at most a year");
+  require<std::logic_error>(!read_launch_environment().launched(),
+                            "tessera::spawn_local: a launcher has started this process already as a rank (see "
+                            "launched()); expected to be called outside of a group");
   const ProcessEffects effects(
       {.cache_memory = false, .terminate_handler = false, .permit_tracing = false, .share_cores = false});
   require_descriptors(world, c10::str("the store of ", world, " ranks"), /*may_raise=*/true);

@@ -18,6 +18,7 @@
 
 #include "core/layout/example_shapes.h"
 #include "core/paging/boxed_tensors.h"
+#include "core/runtime/require.h"
 
 namespace tessera::internal {
 
@@ -111,10 +112,9 @@ void take_views(Tape& tape, Tape::Call& call) {
     size_t count = 0;
     replace_boxed_tensors(call.arguments[i], [&](const at::Tensor& tensor) {
       const size_t number = count++;
-      if (context_of<Source>(tensor) != nullptr)
-        throw std::logic_error(
-            "deferred(): " + call.op.schema().name() +
-            " is given a tensor whose values will be read later: change it when the model is wrapped");
+      require<std::logic_error>(
+          context_of<Source>(tensor) == nullptr, "deferred(): ", call.op.schema().name(),
+          " is given a tensor whose values will be read later: change it when the model is wrapped");
       const TapeStorage* known = context_of<TapeStorage>(tensor);
       if (known == nullptr) return tensor;
       if (call.views.empty()) call.device = known->device;
@@ -337,9 +337,7 @@ void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,
         continue;
       }
       const TapeStorage* known = context_of<TapeStorage>(tensor);
-      if (known == nullptr)
-        throw std::invalid_argument("replay_deferred: a tensor of shape " + c10::str(tensor.sizes()) +
-                                    " is not deferred");
+      require(known != nullptr, "replay_deferred: a tensor of shape ", tensor.sizes(), " is not deferred");
       if (std::ranges::find(tapes, known->tape) == tapes.end()) tapes.push_back(known->tape);
       wanted.emplace(Key(known->tape.get(), known->storage), Wanted{batch, number, view_of(tensor, *known)});
     }

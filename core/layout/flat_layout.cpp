@@ -6,15 +6,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/runtime/require.h"
+
 namespace tessera::internal {
 
 FlatLayout::FlatLayout(std::vector<int64_t> parameter_numels, Cut cut, int world_size, int64_t alignment_numel)
     : numels_(std::move(parameter_numels)), cut_(cut), world_size_(world_size) {
-  if (world_size < 1)
-    throw std::invalid_argument("a layout for a world of " + std::to_string(world_size) + ", expected at least 1");
-  if (alignment_numel < 1)
-    throw std::invalid_argument("a layout aligned to " + std::to_string(alignment_numel) +
-                                " elements, expected 1 or more");
+  require(world_size >= 1, "a layout for a world of ", world_size, ", expected at least 1");
+  require(alignment_numel >= 1, "a layout aligned to ", alignment_numel, " elements, expected 1 or more");
   offsets_.reserve(numels_.size());
   int64_t end = 0;
   for (int64_t numel : numels_) {

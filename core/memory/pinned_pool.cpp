@@ -15,6 +15,7 @@
 #include "core/memory/memory_kind_scope.h"
 #include "core/memory/page_locked.h"
 #include "core/runtime/guarded_by.h"
+#include "core/runtime/require.h"
 
 namespace tessera::internal {
 
@@ -65,9 +66,7 @@ struct PinnedPool::State {
 };
 
 PinnedPool::PinnedPool(PinnedPoolOptions options) : state_(std::make_shared<State>(options)) {
-  if (options.limit_bytes < 0)
-    throw std::invalid_argument(
-        c10::str("PinnedPoolOptions::limit_bytes is ", options.limit_bytes, ", expected 0 or more"));
+  require(options.limit_bytes >= 0, "PinnedPoolOptions::limit_bytes is ", options.limit_bytes, ", expected 0 or more");
 }
 
 at::Tensor PinnedPool::take(int64_t numel, at::ScalarType dtype, const std::string& what) {

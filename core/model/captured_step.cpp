@@ -20,6 +20,7 @@
 #include "core/gradients/backward_pass.h"
 #include "core/paging/residency.h"
 #include "core/runtime/graph_recorder.h"
+#include "core/runtime/require.h"
 #include "core/runtime/stream_uses.h"
 
 namespace tessera {
@@ -30,14 +31,10 @@ namespace {
 RecordableGroup& recordable(const DataParallel& wrapper, int rank) {
   const at::Device device = wrapper.comm()->device();
   const std::string where = c10::str("CapturedStep on rank ", rank, ": ");
-  if (device.is_cpu())
-    throw std::invalid_argument(where +
-                                "the wrapper's group is on the CPU, expected an accelerator: call the step's "
-                                "functions in a loop instead");
+  require(!device.is_cpu(), where,
+          "the wrapper's group is on the CPU, expected an accelerator: call the step's functions in a loop instead");
   auto* const group = dynamic_cast<RecordableGroup*>(wrapper.comm().get());
-  if (group == nullptr)
-    throw std::invalid_argument(where +
-                                "the wrapper's group is not NCCL's, and the host takes part in its collectives");
+  require(group != nullptr, where, "the wrapper's group is not NCCL's, and the host takes part in its collectives");
   if (const std::string problem = group->why_not_recorded(); !problem.empty())
     throw std::invalid_argument(where + problem);
   return *group;
@@ -306,9 +303,8 @@ at::Tensor CapturedStep::State::replay(const std::vector<at::Tensor>& given) {
 CapturedStep::CapturedStep(DataParallel& wrapper, torch::optim::Optimizer& optimizer, Body body,
                            std::optional<double> max_norm, int eager_steps)
     : state_(new State{wrapper, optimizer, std::move(body), max_norm, eager_steps}) {
-  if (eager_steps < 2)
-    throw std::invalid_argument(c10::str(state_->where(), "eager_steps is ", eager_steps,
-                                         ", expected 2 or more: the first ones allocate, and agree on orders"));
+  require(eager_steps >= 2, state_->where(), "eager_steps is ", eager_steps,
+          ", expected 2 or more: the first ones allocate, and agree on orders");
   const c10::StreamGuard on(state_->stream);
   wrapper.backward_pass().prepare_capture();
 }

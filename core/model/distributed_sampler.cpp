@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <variant>
 
+#include "core/runtime/require.h"
+
 namespace tessera {
 using namespace internal;
 namespace {
@@ -150,9 +152,8 @@ struct DistributedSampler::Position {
   void set_drop_last(bool drop_last) {
     if (drop_last && options.partition)
       throw std::invalid_argument("a sampler has drop_last or partition, not both: a partition has each item once");
-    if (drop_last && order.items_numel() < of_step())
-      throw std::invalid_argument("drop_last leaves no item of " + std::to_string(order.items_numel()) +
-                                  ": a step of all ranks takes " + std::to_string(of_step()));
+    require(!drop_last || order.items_numel() >= of_step(), "drop_last leaves no item of ", order.items_numel(),
+            ": a step of all ranks takes ", of_step());
     options.drop_last = drop_last;
   }
 
@@ -172,9 +173,7 @@ DistributedSampler::DistributedSampler(int64_t items_numel, int rank, int world_
   require_at_least_one(options.accumulation, "accumulation");
   require_at_most(options.batch_numel, kMostItems / world_size, "batch_numel");
   require_at_most(options.accumulation, kMostItems / world_size / options.batch_numel, "accumulation");
-  if (rank < 0 || rank >= world_size)
-    throw std::invalid_argument("rank is " + std::to_string(rank) + ", expected 0 to " +
-                                std::to_string(world_size - 1));
+  require(rank >= 0 && rank < world_size, "rank is ", rank, ", expected 0 to ", world_size - 1);
   position_->set_drop_last(options.drop_last);
 }
 
@@ -194,10 +193,8 @@ std::vector<int64_t> DistributedSampler::next() {
 
 std::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_numel) {
   Position& at = *position_;
-  if (batch_numel != static_cast<size_t>(at.options.batch_numel))
-    throw std::invalid_argument("the data loader asks for batches of " + std::to_string(batch_numel) +
-                                ", the sampler has batch_numel " + std::to_string(at.options.batch_numel) +
-                                ": set both to one value");
+  require(batch_numel == static_cast<size_t>(at.options.batch_numel), "the data loader asks for batches of ",
+          batch_numel, ", the sampler has batch_numel ", at.options.batch_numel, ": set both to one value");
   if (!at.loop_end) reset();
   std::optional<std::vector<size_t>> found;
   if (at.requested.first < *at.loop_end) {
@@ -256,13 +253,11 @@ void DistributedSampler::follow(const torch::data::FullDataLoaderOptions& loader
 
 StateValues DistributedSampler::state_values() const {
   const Position& at = *position_;
-  if (at.received.micro_batch != 0)
-    throw std::logic_error("a sampler is saved between steps; it has given " + std::to_string(at.received.micro_batch) +
-                           " of " + std::to_string(at.options.accumulation) + " micro-batches of one");
-  if (at.loader && !at.loader->enforce_ordering && at.received.first != at.requested.first)
-    throw std::logic_error(
-        "a sampler cannot be saved while a data loader without enforce_ordering reads ahead: save between epochs, or "
-        "set enforce_ordering(true)");
+  require<std::logic_error>(at.received.micro_batch == 0, "a sampler is saved between steps; it has given ",
+                            at.received.micro_batch, " of ", at.options.accumulation, " micro-batches of one");
+  require<std::logic_error>(!at.loader || at.loader->enforce_ordering || at.received.first == at.requested.first,
+                            "a sampler cannot be saved while a data loader without enforce_ordering reads ahead: save "
+                            "between epochs, or set enforce_ordering(true)");
   return at.values();
 }
 
@@ -270,8 +265,7 @@ void DistributedSampler::check_state_values(const StateValues& values) const {
   const StateValues own = position_->values();
   require_same_form(values, own, "a sampler");
   for (const char* name : {"items", "seed", "shuffle"})
-    if (values.at(name) != own.at(name))
-      throw std::invalid_argument(std::string("the state of a sampler is of other data: '") + name + "' differs");
+    require(values.at(name) == own.at(name), "the state of a sampler is of other data: '", name, "' differs");
   if (const auto taken = std::get<int64_t>(values.at("taken")); taken < 0 || taken > kMostTaken)
     throw std::invalid_argument("the state of a sampler has taken " + std::to_string(taken) + " items, expected 0 to " +
                                 std::to_string(kMostTaken));

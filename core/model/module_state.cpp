@@ -3,13 +3,13 @@
 #include <ATen/ops/cat.h>
 
 #include <map>
-#include <stdexcept>
 #include <utility>
 
 #include "core/model/replica_comparison.h"
 #include "core/paging/residency.h"
 #include "core/runtime/lazy_values.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
+#include "core/runtime/require.h"
 
 namespace tessera::internal {
 namespace {
@@ -36,9 +36,8 @@ torch::OrderedDict<std::string, at::Tensor> parameters_by_name(const torch::nn::
 }
 
 void require_strided(const std::string& label, const at::Tensor& tensor) {
-  if (tensor.layout() != at::kStrided)
-    throw std::invalid_argument(c10::str(label, " has layout ", tensor.layout(),
-                                         ", expected a strided one: register its indices and values, or a dense copy"));
+  require(tensor.layout() == at::kStrided, label, " has layout ", tensor.layout(),
+          ", expected a strided one: register its indices and values, or a dense copy");
 }
 
 void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& comm, std::string_view what) {

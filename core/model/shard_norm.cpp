@@ -18,6 +18,7 @@
 #include <tessera/host_results.h>
 #include "core/gradients/gradient_part.h"
 #include "core/runtime/lazy_values.h"
+#include "core/runtime/require.h"
 
 namespace tessera::internal {
 namespace {
@@ -105,15 +106,13 @@ void scale(const std::vector<at::Tensor>& shards, const at::Tensor& factor) {
 }  // namespace
 
 void require_clip_arguments(double max_norm, double norm_type) {
-  if (!(max_norm >= 0) || !(norm_type > 0))
-    throw std::invalid_argument(c10::str("clip_grad_norm_: max_norm is ", max_norm, " and norm_type ", norm_type,
-                                         ", expected max_norm >= 0 and norm_type > 0"));
+  require(max_norm >= 0 && norm_type > 0, "clip_grad_norm_: max_norm is ", max_norm, " and norm_type ", norm_type,
+          ", expected max_norm >= 0 and norm_type > 0");
 }
 
 void require_finite_norm(double norm, int rank) {
-  if (!std::isfinite(norm))
-    throw std::runtime_error("clip_grad_norm_ on rank " + std::to_string(rank) + ": the norm of the gradients is " +
-                             std::to_string(norm));
+  require<std::runtime_error>(std::isfinite(norm), "clip_grad_norm_ on rank ", rank, ": the norm of the gradients is ",
+                              norm);
 }
 
 GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,

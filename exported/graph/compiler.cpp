@@ -6,6 +6,7 @@
 #include <utility>
 
 #include <tessera/errors.h>
+#include "core/runtime/require.h"
 #include "exported/archive/fields.h"
 #include "exported/graph/arguments.h"
 
@@ -205,9 +206,8 @@ std::unique_ptr<Step> Compiler::compile_operator(const json& node, Scope& scope,
   const c10::OperatorHandle op = find_operator(text_field(node, "target"), options_.namespaces);
   auto operands = read_operands(node, op.schema(), scope.finder());
   const json& outputs = list_field(node, "outputs");
-  if (outputs.size() > op.schema().returns().size())
-    throw ExportedError("it has " + std::to_string(outputs.size()) + " results, the operator returns " +
-                        std::to_string(op.schema().returns().size()));
+  require<ExportedError>(outputs.size() <= op.schema().returns().size(), "it has ", outputs.size(),
+                         " results, the operator returns ", op.schema().returns().size());
   ReturnLengths returns;
   std::vector<int> results;
   for (const json& output : outputs) {
@@ -335,9 +335,8 @@ std::unique_ptr<Step> Compiler::compile_higher_order(const json& node, const std
       step->results().push_back(scope.add(name_of_value(output)));
     }
   }
-  if (step->results().size() != step->result_count())
-    throw ExportedError("it has " + std::to_string(step->results().size()) + " results, its graph has " +
-                        std::to_string(step->result_count()));
+  require<ExportedError>(step->results().size() == step->result_count(), "it has ", step->results().size(),
+                         " results, its graph has ", step->result_count());
   return step;
 }
 
@@ -422,8 +421,7 @@ std::unique_ptr<GraphStep> Compiler::compile_loop(const std::string& name, CallR
   if (name == "while_loop") {
     reader.take_graph();
     const size_t outputs = reader.take_graph(), operands = reader.take_operands();
-    if (outputs != operands)
-      throw ExportedError("its body makes " + std::to_string(outputs) + " values of " + std::to_string(operands));
+    require<ExportedError>(outputs == operands, "its body makes ", outputs, " values of ", operands);
     reader.take_rest();
     return std::make_unique<LoopStep>(std::move(reader.call));
   }
@@ -431,9 +429,8 @@ std::unique_ptr<GraphStep> Compiler::compile_loop(const std::string& name, CallR
   const size_t results = reader.take_graph();
   const size_t carried = name == "scan" ? reader.take_operands() : 0;
   const size_t scanned = reader.take_operands() - carried;
-  if (carried > results)
-    throw ExportedError("its graph makes " + std::to_string(results) + " values, expected the " +
-                        std::to_string(carried) + " that are carried on or more");
+  require<ExportedError>(carried <= results, "its graph makes ", results, " values, expected the ", carried,
+                         " that are carried on or more");
   reader.take_rest();
   return std::make_unique<ScanStep>(std::move(reader.call), carried, scanned);
 }

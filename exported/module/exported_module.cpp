@@ -14,6 +14,7 @@
 #include <tessera/errors.h>
 #include "checkpoint/format/box.h"
 #include "core/runtime/dtypes.h"
+#include "core/runtime/require.h"
 #include "core/runtime/warn.h"
 #include "exported/archive/archive.h"
 #include "exported/archive/fields.h"
@@ -43,10 +44,8 @@ void check_version(const json& program) {
   int torch_major = 0, torch_minor = 0;
   const bool is_known = std::sscanf(version.c_str(), "%d.%d", &torch_major, &torch_minor) == 2 && torch_major == 2 &&
                         torch_minor >= kFirstMinor && torch_minor <= kLastMinor;
-  if (!is_known || major != kSchemaMajor)
-    throw ExportedError("it was exported by torch " + version + " (schema " + std::to_string(major) +
-                        "); expected torch 2." + std::to_string(kFirstMinor) + " to 2." + std::to_string(kLastMinor) +
-                        " (schema " + std::to_string(kSchemaMajor) + ")");
+  require<ExportedError>(is_known && major == kSchemaMajor, "it was exported by torch ", version, " (schema ", major,
+                         "); expected torch 2.", kFirstMinor, " to 2.", kLastMinor, " (schema ", kSchemaMajor, ")");
 }
 
 Structure::FieldNames read_named_tuples(const json& graph_module) {

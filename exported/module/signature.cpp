@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include <tessera/errors.h>
+#include "core/runtime/require.h"
 #include "exported/archive/fields.h"
 #include "exported/graph/arguments.h"
 
@@ -82,9 +83,8 @@ void InputSignature::read_leaves(const json& graph_module) {
   const json& graph = object_field(graph_module, "graph");
   for (const json& spec : list_field(object_field(graph_module, "signature"), "input_specs")) {
     const auto [kind, value] = alternative_of(spec);
-    if (kind == "token" || kind == "custom_obj")
-      throw ExportedError("an input is a " + std::string(kind == "token" ? "token of an effect" : "custom object") +
-                          ", which is not supported");
+    require<ExportedError>(kind != "token" && kind != "custom_obj", "an input is a ",
+                           kind == "token" ? "token of an effect" : "custom object", ", which is not supported");
     Leaf leaf;
     if (kind == "constant_input") {
       leaf.constant = constant_value(alternative_of(field(value, "value")));
@@ -167,8 +167,7 @@ void InputSignature::read_guards(const json& program, bool may_leave_guards) {
     try {
       guards_.push_back(Guard::parse(text_of(guard), [&](const std::string& label) { return input_labelled(label); }));
     } catch (const ExportedError& error) {
-      if (!may_leave_guards)
-        throw ExportedError(std::string(error.what()) + "; ExportedOptions::unchecked goes without");
+      require<ExportedError>(may_leave_guards, error.what(), "; ExportedOptions::unchecked goes without");
     }
   }
 }
@@ -331,9 +330,8 @@ std::string InputSignature::known_parameters() const {
 }
 
 std::vector<ExportedValue> InputSignature::gather(const ExportedInputs& inputs) const {
-  if (inputs.positional.size() > parameters_.size())
-    throw std::invalid_argument(std::to_string(inputs.positional.size()) +
-                                " inputs are given; the model was exported with " + std::to_string(parameters_.size()));
+  require(inputs.positional.size() <= parameters_.size(), inputs.positional.size(),
+          " inputs are given; the model was exported with ", parameters_.size());
   if (inputs.positional.size() > positions_.size())
     throw std::invalid_argument(
         "input " + std::to_string(positions_.size()) +
@@ -363,15 +361,12 @@ std::vector<ExportedValue> InputSignature::gather(const ExportedInputs& inputs) 
 
 void InputSignature::check_tensor(const Leaf& leaf, const at::Tensor& tensor, at::Device device,
                                   ShapeCheck& shapes) const {
-  if (!may_stand_for(tensor.scalar_type(), leaf.dtype))
-    throw std::invalid_argument(leaf.label + " is " + c10::toString(tensor.scalar_type()) + ", exported as " +
-                                c10::toString(leaf.dtype));
-  if (tensor.device() != device && tensor.dim() > 0)
-    throw std::invalid_argument(leaf.label + " is on " + tensor.device().str() + ", expected the model's device, " +
-                                device.str());
-  if (static_cast<size_t>(tensor.dim()) != leaf.sizes.size())
-    throw std::invalid_argument(leaf.label + " has " + std::to_string(tensor.dim()) + " dimensions, exported with " +
-                                std::to_string(leaf.sizes.size()));
+  require(may_stand_for(tensor.scalar_type(), leaf.dtype), leaf.label, " is ", c10::toString(tensor.scalar_type()),
+          ", exported as ", c10::toString(leaf.dtype));
+  require(tensor.device() == device || tensor.dim() == 0, leaf.label, " is on ", tensor.device(),
+          ", expected the model's device, ", device);
+  require(static_cast<size_t>(tensor.dim()) == leaf.sizes.size(), leaf.label, " has ", tensor.dim(),
+          " dimensions, exported with ", leaf.sizes.size());
   for (size_t i = 0; i < leaf.sizes.size(); ++i)
     shapes.add("dimension " + std::to_string(i) + " of " + leaf.label, leaf.sizes[i],
                tensor.size(static_cast<int64_t>(i)));
@@ -403,9 +398,8 @@ std::vector<c10::IValue> InputSignature::bind(const ExportedInputs& inputs, at::
   for (size_t i = 0; i < leaves.size(); ++i) values.push_back(check_leaf(leaves_[i], leaves[i], device, shapes));
   shapes.finish();
   for (const Guard& guard : guards_)
-    if (!guard.holds(values))
-      throw std::invalid_argument("the model was exported for inputs with " + guard.text() +
-                                  ": with these Python's code goes another way than the graph");
+    require(guard.holds(values), "the model was exported for inputs with ", guard.text(),
+            ": with these Python's code goes another way than the graph");
   return values;
 }
 
@@ -429,9 +423,7 @@ Expression::Symbols InputSignature::chosen_sizes(int64_t batch, int64_t sequence
       return each.is_tensor && each.sizes.size() > dim &&
              (!of_integers || at::isIntegralType(each.dtype, /*includeBool=*/false));
     });
-    if (leaf == leaves_.end())
-      throw std::invalid_argument("the model has no input with a dimension " + std::to_string(dim) + " to be " +
-                                  std::to_string(wanted));
+    require(leaf != leaves_.end(), "the model has no input with a dimension ", dim, " to be ", wanted);
     check.add("dimension " + std::to_string(dim) + " of " + leaf->label, leaf->sizes[dim], wanted);
   };
   choose(batch, 0, false);
@@ -447,9 +439,8 @@ NamedInputs InputSignature::zeros(int64_t batch, int64_t sequence) const {
   const Expression::Symbols symbols = chosen_sizes(batch, sequence);
   const auto size_of = [&](const Leaf& leaf, const Expression& size) {
     const auto value = size.evaluate(symbols);
-    if (!value || *value < 0)
-      throw std::invalid_argument(leaf.label + ": its size " + size.to_string() +
-                                  " is not known; give a batch and a sequence");
+    require(value && *value >= 0, leaf.label, ": its size ", size.to_string(),
+            " is not known; give a batch and a sequence");
     return *value;
   };
   NamedInputs inputs;

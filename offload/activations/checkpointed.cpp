@@ -22,6 +22,7 @@
 #include <tessera/activation_offload.h>
 #include "core/paging/residency.h"
 #include "core/runtime/graph_recorder.h"
+#include "core/runtime/require.h"
 
 namespace tessera {
 using namespace internal;
@@ -145,11 +146,10 @@ struct Part : torch::CustomClassHolder {
   // name the input. A change during the copy to the host may also have corrupted this copy.
   void check_versions() const {
     for (size_t i = 0; i < versions.size(); ++i)
-      if (versions[i].now() != versions[i].then)
-        throw std::invalid_argument(c10::str(
-            "tensor ", i,
-            " of a checkpointed function's inputs, which backward needs, has been modified by an inplace ",
-            "operation: it is at version ", versions[i].now(), "; expected version ", versions[i].then, " instead"));
+      require(versions[i].now() == versions[i].then, "tensor ", i,
+              " of a checkpointed function's inputs, which backward needs, has been modified by an inplace operation: "
+              "it is at version ",
+              versions[i].now(), "; expected version ", versions[i].then, " instead");
   }
 
   void require_same_outputs(const Tensors& again) const {
@@ -185,9 +185,8 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
         CapturedWork::refuse(device, "a checkpointed function that draws random numbers, whose state the host restores",
                              "draw them outside of it");
     for (size_t i = 0; i < given.size(); ++i)
-      if (part->versions[i].now() != part->versions[i].then)
-        throw std::invalid_argument("a checkpointed function changed tensor " + std::to_string(i) +
-                                    " of its inputs in place, so that it cannot be called again: clone it first");
+      require(part->versions[i].now() == part->versions[i].then, "a checkpointed function changed tensor ", i,
+              " of its inputs in place, so that it cannot be called again: clone it first");
     for (const at::Tensor& output : outputs) part->outputs.emplace_back(output.sizes().vec(), output.scalar_type());
     // Autograd sets grad_fn in the returned tensor objects themselves, so outputs that are held elsewhere are replaced.
     for (at::Tensor& output : outputs)
@@ -232,10 +231,9 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
   }
 
   static Tensors backward(AutogradContext* context, Tensors gradients) {
-    if (c10::GradMode::is_enabled())
-      throw std::logic_error(
-          "backward with create_graph=true reached a checkpointed function: its gradients cannot be differentiated "
-          "again");
+    require<std::logic_error>(!c10::GradMode::is_enabled(),
+                              "backward with create_graph=true reached a checkpointed function: its gradients cannot "
+                              "be differentiated again");
     const auto part = c10::static_intrusive_pointer_cast<Part>(context->saved_data["part"].toCapsule());
     part->check_versions();
     Tensors inputs;
@@ -263,10 +261,9 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
 
 void internal::require_same(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
   for (size_t i = 0; i < std::max(before.size(), after.size()); ++i)
-    if (i >= before.size() || i >= after.size() || !before[i].is_same(after[i]))
-      throw std::invalid_argument("a checkpointed function put another tensor in the place of tensor " +
-                                  std::to_string(i) +
-                                  " of what it takes by reference, which its caller would not see: return it");
+    require(i < before.size() && i < after.size() && before[i].is_same(after[i]),
+            "a checkpointed function put another tensor in the place of tensor ", i,
+            " of what it takes by reference, which its caller would not see: return it");
 }
 
 std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> compute,

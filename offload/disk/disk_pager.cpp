@@ -14,19 +14,16 @@
 #include <utility>
 
 #include "core/memory/without_data.h"
+#include "core/runtime/require.h"
 
 namespace tessera::internal {
 namespace {
 
 const DiskPagerOptions& checked(const DiskPagerOptions& options) {
-  auto require = [](bool holds, const char* field, int64_t value, const char* expected) {
-    if (!holds)
-      throw std::invalid_argument(std::string("DiskPagerOptions::") + field + " is " + std::to_string(value) +
-                                  ", expected " + expected);
-  };
-  require(options.buffer_bytes >= File::kBlockBytes, "buffer_bytes", options.buffer_bytes, "a block of 4096 or more");
-  require(options.read_ahead >= 0, "read_ahead", options.read_ahead, "0 or more");
-  require(options.threads >= 1, "threads", options.threads, "1 or more");
+  require(options.buffer_bytes >= File::kBlockBytes, "DiskPagerOptions::buffer_bytes is ", options.buffer_bytes,
+          ", expected a block of 4096 or more");
+  require(options.read_ahead >= 0, "DiskPagerOptions::read_ahead is ", options.read_ahead, ", expected 0 or more");
+  require(options.threads >= 1, "DiskPagerOptions::threads is ", options.threads, ", expected 1 or more");
   return options;
 }
 

@@ -1,7 +1,7 @@
 #include <memory>
-#include <stdexcept>
 
 #include "core/runtime/copy_engine.h"
+#include "core/runtime/require.h"
 #include "core/runtime/stream_uses.h"
 #include "offload/streams/simulated_link.h"
 
@@ -10,8 +10,7 @@ namespace tessera::internal {
 std::unique_ptr<CopyEngine> CopyEngine::make(at::Device device) {
   const SimulatedLink* link = SimulatedLinkScope::current();
   if (device.is_cpu()) return make_thread_copy_engine(link != nullptr ? *link : SimulatedLink());
-  if (link != nullptr)
-    throw std::invalid_argument("a SimulatedLink on " + device.str() + ": only a CPU's link is simulated");
+  require(link == nullptr, "a SimulatedLink on ", device.str(), ": only a CPU's link is simulated");
   return make_stream_copy_engine(with_index(device));
 }
 

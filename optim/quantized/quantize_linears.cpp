@@ -12,6 +12,7 @@
 #include "core/memory/without_data.h"
 #include "core/paging/residency.h"
 
+#include "core/runtime/require.h"
 #include "optim/quantized/quantized_weight.h"
 
 namespace tessera {
@@ -76,13 +77,10 @@ std::string problem_of(const LinearWeight& weight, int places, WeightFormat form
 }
 
 void check(const LoraOptions& lora) {
-  auto require = [](bool holds, const char* option, double value, const char* expected) {
-    if (!holds)
-      throw std::invalid_argument(c10::str("QuantizeOptions::lora.", option, " is ", value, ", expected ", expected));
-  };
-  require(lora.rank >= 0, "rank", static_cast<double>(lora.rank), "0 or more");
-  require(lora.alpha > 0, "alpha", lora.alpha, "more than 0");
-  require(lora.dropout >= 0 && lora.dropout < 1, "dropout", lora.dropout, "0 or more and below 1");
+  require(lora.rank >= 0, "QuantizeOptions::lora.rank is ", lora.rank, ", expected 0 or more");
+  require(lora.alpha > 0, "QuantizeOptions::lora.alpha is ", lora.alpha, ", expected more than 0");
+  require(lora.dropout >= 0 && lora.dropout < 1, "QuantizeOptions::lora.dropout is ", lora.dropout,
+          ", expected 0 or more and below 1");
 }
 
 }  // namespace
@@ -101,8 +99,7 @@ std::vector<std::string> quantize_linears(torch::nn::Module& module, const Quant
     if (!problem.empty()) throw std::invalid_argument("quantize_linears: '" + weight.fqn + "' " + problem);
     chosen.push_back(weight);
   }
-  if (chosen.empty())
-    throw std::invalid_argument("quantize_linears: no Linear layer in the model, or none that `which` names");
+  require(!chosen.empty(), "quantize_linears: no Linear layer in the model, or none that `which` names");
   if (options.freeze_others)
     for (at::Tensor& parameter : module.parameters())
       if (parameter.requires_grad()) parameter.set_requires_grad(false);

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "core/layout/deferred.h"
+#include "core/runtime/require.h"
 
 namespace tessera::internal {
 namespace {
@@ -104,11 +105,9 @@ void QuantizedWeight::merge() { merged_ = values(/*with_adapter=*/true); }
 
 at::Tensor QuantizedWeight::values_for(const std::string& operation) const {
   if (is_merged()) return merged_;
-  if (has_adapter())
-    throw std::logic_error(
-        operation + " was given the weight '" + fqn_ +
-        "', which has an adapter: a product with an input alone knows what to do with it. Leave it out of "
-        "quantize_linears(), or merge_adapters() to evaluate");
+  require<std::logic_error>(!has_adapter(), operation, " was given the weight '", fqn_,
+                            "', which has an adapter: a product with an input alone knows what to do with it. Leave it "
+                            "out of quantize_linears(), or merge_adapters() to evaluate");
   return base(dtype_);
 }
 

@@ -14,11 +14,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include <tessera/launch.h>
+#include "core/runtime/require.h"
 #include "plan/calibrate/calibrate_operators.h"
 #include "plan/calibrate/processor_time.h"
 #include "plan/calibrate/rank_timer.h"
@@ -209,9 +209,8 @@ class Bench {
 }  // namespace
 
 MachineSpeed calibrate(const CalibrationOptions& options) {
-  if (options.ranks < 1 || options.threads < 1)
-    throw std::invalid_argument("calibration with " + std::to_string(options.ranks) + " ranks of " +
-                                std::to_string(options.threads) + " threads, expected 1 or more of each");
+  require(options.ranks >= 1 && options.threads >= 1, "calibration with ", options.ranks, " ranks of ", options.threads,
+          " threads, expected 1 or more of each");
   MachineSpeed speed;
   Recorder::make(/*with_data=*/true);  // installs the recorder's allocator before threads of ranks start
   const std::vector<TrainedCollectives> collectives = collectives_of_trainings(options.ranks, options.quick);

@@ -1,3 +1,4 @@
+#include "core/runtime/require.h"
 #include "plan/calibrate/calibrate.h"
 
 #include <ATen/Parallel.h>
@@ -70,9 +71,7 @@ MachineSpeed calibrate_hosts(MachineSpeed speed, const std::shared_ptr<Communica
                              const CalibrationOptions& options) {
   const int ranks = comm->size();
   if (ranks < 2) throw std::invalid_argument("the link between hosts, of a group of 1 rank, expected 2 or more");
-  if (options.threads < 1)
-    throw std::invalid_argument("calibration with " + std::to_string(options.threads) +
-                                " threads a rank, expected 1 or more");
+  require(options.threads >= 1, "calibration with ", options.threads, " threads a rank, expected 1 or more");
   const at::Tensor known = at::tensor({speed.tcp.latency_s, speed.tcp.bytes_per_s}, at::kDouble);  // rank 0's values
   comm->broadcast(known, 0, "calibration").wait();
   const double within_machine_s = known[0].item<double>();

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string_view>
 
+#include "core/runtime/require.h"
 #include "plan/report/quantity_text.h"
 
 namespace tessera {
@@ -67,8 +68,7 @@ double speed_of_text(const std::string& text, double per_s) {
 }  // namespace
 
 SpeedCurve SpeedCurve::of_speed(double per_s) {
-  if (!(per_s > 0) || !std::isfinite(per_s))
-    throw std::invalid_argument("a speed of " + std::to_string(per_s) + " a second, expected one above 0");
+  require(per_s > 0 && std::isfinite(per_s), "a speed of ", per_s, " a second, expected one above 0");
   return SpeedCurve({{per_s, 1.0}});
 }
 
@@ -76,9 +76,8 @@ SpeedCurve::SpeedCurve(std::vector<std::pair<double, double>> points) : points_(
   if (points_.empty()) throw std::invalid_argument("a curve of no points, expected one or more");
   double before = 0;
   for (const auto& [amount, seconds] : points_) {
-    if (!(amount > before) || !(seconds > 0) || !std::isfinite(amount) || !std::isfinite(seconds))
-      throw std::invalid_argument("a curve with " + std::to_string(amount) + " in " + std::to_string(seconds) +
-                                  " s, expected growing amounts and seconds above 0");
+    require(amount > before && seconds > 0 && std::isfinite(amount) && std::isfinite(seconds), "a curve with ", amount,
+            " in ", seconds, " s, expected growing amounts and seconds above 0");
     before = amount;
   }
 }
@@ -124,11 +123,10 @@ double MachineSpeed::seconds_of(const RecordedOperator& op) const {
 }
 
 void MachineSpeed::check() const {
-  const auto require = [](bool is_there, const std::string& what) {
-    if (!is_there) throw std::invalid_argument("the machine's speed lacks " + what);
-  };
-  require(work[static_cast<size_t>(WorkClass::kMatmul)].is_known(), "FLOP a second of matrix products");
-  require(work[static_cast<size_t>(WorkClass::kMemory)].is_known(), "the bandwidth of memory");
+  require(work[static_cast<size_t>(WorkClass::kMatmul)].is_known(),
+          "the machine's speed lacks FLOP a second of matrix products");
+  require(work[static_cast<size_t>(WorkClass::kMemory)].is_known(),
+          "the machine's speed lacks the bandwidth of memory");
 }
 
 CollectiveTime time_of(const RecordedCollective& collective, const MachineSpeed& speed) {

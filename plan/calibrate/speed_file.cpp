@@ -7,6 +7,7 @@
 
 #include <tessera/plan/machine_speed.h>
 #include "core/runtime/lfs_pointer.h"
+#include "core/runtime/require.h"
 
 namespace tessera {
 using namespace internal;
@@ -53,15 +54,13 @@ class Fields {
   }
   double number(const char* name, double most = 1e300) {
     const json& value = at(name);
-    if (!value.is_number() || !(value.get<double>() >= 0) || value.get<double>() > most)
-      throw std::invalid_argument("'" + path_ + name + "' is " + value.dump() + ", expected a number of 0 " +
-                                  (most == 1 ? "to 1" : "or more"));
+    require(value.is_number() && value.get<double>() >= 0 && value.get<double>() <= most, "'", path_, name, "' is ",
+            value.dump(), ", expected a number of 0 ", most == 1 ? "to 1" : "or more");
     return value.get<double>();
   }
   void expect_no_others() const {
     for (const auto& [name, value] : object_.items())
-      if (std::ranges::find(asked_, name) == asked_.end())
-        throw std::invalid_argument("'" + path_ + name + "' is not known");
+      require(std::ranges::find(asked_, name) != asked_.end(), "'", path_, name, "' is not known");
   }
 
  private:
@@ -121,9 +120,7 @@ MachineSpeed speed_of(const json& object) {
   speed.between_hosts = link_of(fields.at("between_hosts"), "between_hosts.");
   const auto whole = [&](const char* name) {
     const double number = fields.number(name, 1 << 20);
-    if (number != std::floor(number))
-      throw std::invalid_argument(std::string("'") + name + "' is " + std::to_string(number) +
-                                  ", expected a whole number");
+    require(number == std::floor(number), "'", name, "' is ", number, ", expected a whole number");
     return static_cast<int>(number);
   };
   speed.ranks_per_host = whole("ranks_per_host");

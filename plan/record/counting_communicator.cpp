@@ -10,6 +10,7 @@
 #include "core/comm/collective.h"
 #include "core/comm/shared_memory/shared_rounds_plan.h"
 #include "core/comm/traffic.h"
+#include "core/runtime/require.h"
 #include "plan/record/recorder.h"
 
 namespace tessera::internal {
@@ -66,12 +67,10 @@ class WaitedOperation : public AsyncOperation {
 }  // namespace
 
 std::shared_ptr<CountingCommunicator> CountingCommunicator::make(int rank, int size, int ranks_sharing_memory) {
-  if (size < 1 || rank < 0 || rank >= size)
-    throw std::invalid_argument("rank " + std::to_string(rank) + " of a world of " + std::to_string(size) +
-                                ", expected 0 to the world's size less 1");
-  if (ranks_sharing_memory < 0)
-    throw std::invalid_argument("DryRunOptions::ranks_sharing_memory is " + std::to_string(ranks_sharing_memory) +
-                                ", expected 0 or more");
+  require(size >= 1 && rank >= 0 && rank < size, "rank ", rank, " of a world of ", size,
+          ", expected 0 to the world's size less 1");
+  require(ranks_sharing_memory >= 0, "DryRunOptions::ranks_sharing_memory is ", ranks_sharing_memory,
+          ", expected 0 or more");
   return std::shared_ptr<CountingCommunicator>(new CountingCommunicator(rank, size, nullptr, ranks_sharing_memory));
 }
 

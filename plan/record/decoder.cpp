@@ -9,6 +9,7 @@
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/silu.h>
+#include <c10/util/StringUtil.h>
 
 #include <charconv>
 #include <fstream>
@@ -76,15 +77,12 @@ const DecoderOptions& checked(const DecoderOptions& options) {
            (options.is_llama ? "an even number" : "0 or more"));
   if (options.head_dim == 0 &&
       (options.width % options.heads != 0 || (options.is_llama && options.width / options.heads % 2 != 0)))
-    refuse("of width " + std::to_string(options.width) + ", which does not divide into " +
-           std::to_string(options.heads) + " heads");
+    refuse(c10::str("of width ", options.width, ", which does not divide into ", options.heads, " heads"));
   const int64_t shared = options.key_value_heads;
   if (shared < 0 || (shared > 0 && options.heads % shared != 0))
-    refuse("of " + std::to_string(shared) + " heads of keys and values, expected a divisor of " +
-           std::to_string(options.heads));
+    refuse(c10::str("of ", shared, " heads of keys and values, expected a divisor of ", options.heads));
   if (options.positions != 0 && options.positions < options.sequence)
-    refuse("of " + std::to_string(options.positions) + " positions, fewer than the sequence of " +
-           std::to_string(options.sequence));
+    refuse(c10::str("of ", options.positions, " positions, fewer than the sequence of ", options.sequence));
   if (options.mlp_width < 0) refuse("of mlp " + std::to_string(options.mlp_width) + ", expected 0 or more");
   return options;
 }
@@ -206,9 +204,8 @@ DecoderOptions llama_of(const ConfigFile& config, int64_t sequence, const std::s
   const bool has_window = is_mistral || (is_qwen && config.flag("use_sliding_window", false));
   const int64_t window = has_window ? config.number("sliding_window", options.sequence) : options.sequence;
   if (window < options.sequence)
-    config.cannot_plan("sliding_window is " + std::to_string(window) + ", less than the sequence of " +
-                       std::to_string(options.sequence) + ": a plan's attention sees all of it; take --sequence " +
-                       std::to_string(window));
+    config.cannot_plan(c10::str("sliding_window is ", window, ", less than the sequence of ", options.sequence,
+                                ": a plan's attention sees all of it; take --sequence ", window));
   options.left_out = dropouts_of(config, {{"attention_dropout", 0.0}});
   return options;
 }

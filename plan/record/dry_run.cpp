@@ -4,11 +4,11 @@
 #include <ATen/Context.h>
 
 #include <mutex>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "core/memory/without_data.h"
+#include "core/runtime/require.h"
 #include "plan/record/counting_communicator.h"
 #include "plan/record/dry_operators.h"
 #include "plan/record/recorder.h"
@@ -18,9 +18,8 @@ using namespace internal;
 namespace {
 
 int checked_steps(int steps) {
-  if (steps < 2)
-    throw std::invalid_argument("a dry or recorded run of " + std::to_string(steps) +
-                                " steps, expected at least 2: the first makes the optimizer's state");
+  require(steps >= 2, "a dry or recorded run of ", steps,
+          " steps, expected at least 2: the first makes the optimizer's state");
   return steps;
 }
 
@@ -84,8 +83,7 @@ RunScope::RunScope(std::shared_ptr<Communicator> comm, int steps)
       steps_(checked_steps(steps)),
       recorder_(Recorder::make(/*with_data=*/true)),
       recording_(std::make_unique<Recording>(recorder_)) {
-  if (!comm_->device().is_cpu())
-    throw std::invalid_argument("record_run on " + comm_->device().str() + ", expected a communicator on the CPU");
+  require(comm_->device().is_cpu(), "record_run on ", comm_->device().str(), ", expected a communicator on the CPU");
 }
 
 RunScope::~RunScope() = default;

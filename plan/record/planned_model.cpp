@@ -7,7 +7,6 @@
 #include <cctype>
 #include <map>
 #include <optional>
-#include <stdexcept>
 #include <tuple>
 #include <utility>
 
@@ -18,6 +17,7 @@
 #include <tessera/sharded_optimizer.h>
 #include <tessera/visit_tensors.h>
 #include "core/layout/deferred.h"
+#include "core/runtime/require.h"
 
 namespace tessera {
 using namespace internal;
@@ -118,9 +118,7 @@ std::pair<at::Tensor, std::string> loss_of_outputs(ExportedValue& outputs) {
   });
   const auto scalar = std::ranges::find_if(tensors, [](const auto& t) { return t.numel() == 1; });
   if (scalar != tensors.end()) return {scalar->sum(), "the first output that is a number"};
-  if (tensors.empty())
-    throw std::invalid_argument(
-        "the archive has no floating-point output that depends on parameters: nothing to train");
+  require(!tensors.empty(), "the archive has no floating-point output that depends on parameters: nothing to train");
   return {tensors.front().sum(), "the sum of the first output"};
 }
 

@@ -7,12 +7,12 @@
 #include <deque>
 #include <map>
 #include <random>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
 
 #include "core/comm/shared_memory/peer_memory.h"
+#include "core/runtime/require.h"
 #include "plan/simulate/collective_flow.h"
 #include "plan/simulate/core_turns.h"
 #include "plan/simulate/step_actions.h"
@@ -181,10 +181,8 @@ class CoreSimulation {
     const int world = std::max(world_of(*records[0]), static_cast<int>(records.size()));
     const bool is_one_machine = speed.ranks_per_host == 0 || speed.shares_cores_between_hosts;
     const int ranks = is_one_machine ? world : std::min(world, speed.ranks_per_host);
-    if (ranks > kMostRanks)
-      throw std::invalid_argument("the time of " + std::to_string(ranks) + " ranks that share " +
-                                  std::to_string(speed.cores) + " cores, expected at most " +
-                                  std::to_string(kMostRanks) + " on a host: MachineSpeed::ranks_per_host");
+    require(ranks <= kMostRanks, "the time of ", ranks, " ranks that share ", speed.cores, " cores, expected at most ",
+            kMostRanks, " on a host: MachineSpeed::ranks_per_host");
     return ranks;
   }
 
@@ -195,17 +193,14 @@ class CoreSimulation {
 
   // Throws std::invalid_argument if there is neither one record nor one record per rank, or if collectives differ.
   void check(const std::vector<const RunRecord*>& records) const {
-    if (records.size() != 1 && records.size() != static_cast<size_t>(ranks_))
-      throw std::invalid_argument("the time of " + std::to_string(records.size()) +
-                                  " records, expected one, or one for each of " + std::to_string(ranks_) +
-                                  " ranks of a host");
+    require(records.size() == 1 || records.size() == static_cast<size_t>(ranks_), "the time of ", records.size(),
+            " records, expected one, or one for each of ", ranks_, " ranks of a host");
     const auto same = [](const RecordedCollective& a, const RecordedCollective& b) {
       return a.operation == b.operation && a.ranks == b.ranks && a.step == b.step;
     };
     for (size_t rank = 1; rank < records.size(); ++rank)
-      if (!std::ranges::equal(records[0]->collectives, records[rank]->collectives, same))
-        throw std::invalid_argument("the records of ranks 0 and " + std::to_string(rank) +
-                                    " have other collectives, expected those of one training");
+      require(std::ranges::equal(records[0]->collectives, records[rank]->collectives, same),
+              "the records of ranks 0 and ", rank, " have other collectives, expected those of one training");
   }
 
   int host_of(int rank) const { return speed_.ranks_per_host == 0 ? 0 : rank / speed_.ranks_per_host; }

@@ -10,11 +10,11 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
-#include <stdexcept>
 
 #include "core/comm/library_collectives.h"
 #include "core/model/shard_norm.h"
 #include "core/runtime/lazy_values.h"
+#include "core/runtime/require.h"
 #include "sdp/replicated/replicated_gradients.h"
 
 namespace tessera::internal {
@@ -58,10 +58,8 @@ GradNorm clip(const std::vector<at::Tensor>& gradients, double max_norm, double 
 }
 
 const DdpOptions& checked(const DdpOptions& options) {
-  if (options.bucket_bytes <= 0 || options.first_bucket_bytes <= 0)
-    throw std::invalid_argument("DdpOptions: bucket_bytes is " + std::to_string(options.bucket_bytes) +
-                                " and first_bucket_bytes " + std::to_string(options.first_bucket_bytes) +
-                                ", expected more than 0");
+  require(options.bucket_bytes > 0 && options.first_bucket_bytes > 0, "DdpOptions: bucket_bytes is ",
+          options.bucket_bytes, " and first_bucket_bytes ", options.first_bucket_bytes, ", expected more than 0");
   return options;
 }
 

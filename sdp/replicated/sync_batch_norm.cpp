@@ -9,7 +9,6 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
-#include <c10/util/StringUtil.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/functional/batchnorm.h>
 
@@ -23,6 +22,7 @@
 #include "core/layout/deferred.h"
 #include "core/memory/without_data.h"
 #include "core/paging/stand_in.h"
+#include "core/runtime/require.h"
 
 namespace tessera {
 using namespace internal;
@@ -71,9 +71,8 @@ Statistics over_ranks(const at::Tensor& input, Communicator& group) {
   const at::Tensor counts = all.narrow(1, 2 * channels, 1);  // [ranks, 1]
   Statistics made{{}, {}, group.to_host(counts.sum(), "statistics of a batch").item<double>()};
   if (is_without_data()) made.count = count * group.size();  // a dry run gathers no data
-  if (made.count < 2)
-    throw std::invalid_argument(
-        c10::str("SyncBatchNorm: ", made.count, " values a channel over all ranks, expected 2 or more in training"));
+  require(made.count >= 2, "SyncBatchNorm: ", made.count,
+          " values a channel over all ranks, expected 2 or more in training");
   made.mean = (all.narrow(1, 0, channels) * counts).sum(0) / made.count;
   const at::Tensor apart = (all.narrow(1, 0, channels) - made.mean).square_() * counts;
   made.variance = (all.narrow(1, channels, channels) + apart).sum(0) / made.count;
@@ -129,9 +128,8 @@ struct NormTensors {
 // Normalizes a training batch by all ranks' statistics. Updates the running statistics by `momentum`. Collective.
 at::Tensor normalized(const at::Tensor& input, const NormTensors& tensors, double momentum, double eps,
                       const std::shared_ptr<Communicator>& group) {
-  if (!at::isFloatingType(input.scalar_type()))
-    throw std::invalid_argument(
-        c10::str("SyncBatchNorm: the input is ", input.scalar_type(), ", expected a floating-point type"));
+  require(at::isFloatingType(input.scalar_type()), "SyncBatchNorm: the input is ", input.scalar_type(),
+          ", expected a floating-point type");
   Statistics statistics;
   {
     at::NoGradGuard no_grad;
@@ -152,9 +150,8 @@ at::Tensor normalized(const at::Tensor& input, const NormTensors& tensors, doubl
 }  // namespace
 
 void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
-  if (input.dim() < 2 || input.size(1) != options.num_features())
-    throw std::invalid_argument(c10::str("SyncBatchNorm: an input of shape ", input.sizes(), ", expected [N, ",
-                                         options.num_features(), ", ...]"));
+  require(input.dim() >= 2 && input.size(1) == options.num_features(), "SyncBatchNorm: an input of shape ",
+          input.sizes(), ", expected [N, ", options.num_features(), ", ...]");
 }
 
 at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
@@ -233,10 +230,9 @@ int convert_sync_batch_norm(torch::nn::Module& module, Communicator& comm) {
       without += name.empty() ? "(root)" : name;
     });
   });
-  if (!without.empty())
-    throw std::invalid_argument("convert_sync_batch_norm: " + without +
-                                ": neither running statistics nor weights, or held by no std::shared_ptr: nothing can "
-                                "stand for them, declare a tessera::SyncBatchNorm");
+  require(without.empty(), "convert_sync_batch_norm: ", without,
+          ": neither running statistics nor weights, or held by no std::shared_ptr: nothing can stand for them, "
+          "declare a tessera::SyncBatchNorm");
   const auto group = comm.split_by([](int) { return 0; });
   int count = 0;
   for_each_module(module, [&](const std::string& name, torch::nn::Module& child) {

@@ -37,6 +37,7 @@
 #include "core/runtime/call_with_timeout.h"
 #include "core/runtime/graph_recorder.h"
 #include "core/runtime/guarded_by.h"
+#include "core/runtime/require.h"
 #include "core/runtime/run_clock.h"
 #include "core/runtime/stream_uses.h"
 #include "core/runtime/warn.h"
@@ -167,10 +168,9 @@ class NcclCommunicator : public Communicator,
       c10::DeviceGuard guard(device);
       return backends->split(*group, store, members, timeout);
     });
-    if (!group)
-      throw CommError(c10::str("rank ", rank(), " of ", size(),
-                               " could not split the NCCL group: not all of its ranks ", "have come within ",
-                               timeout().count() / 1000, " s"));
+    require<CommError>(group.has_value(), "rank ", rank(), " of ", size(),
+                       " could not split the NCCL group: not all of its ranks ", "have come within ",
+                       timeout().count() / 1000, " s");
     if (position < 0) return nullptr;
     NcclOptions options = options_;
     options.is_borrowed = false;  // no other group uses the backend that split() made, so the part shuts it down
@@ -232,11 +232,10 @@ void NcclCommunicator::make_sendable(Collective& collective) const {
   constexpr at::ScalarType kTypes[] = {at::kByte, at::kChar,     at::kInt,   at::kLong,
                                        at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
   if (std::ranges::find(kTypes, dtype) != std::end(kTypes)) return;
-  if (kind == Collective::kAllReduce || kind == Collective::kReduce || kind == Collective::kReduceScatter ||
-      kind == Collective::kBackendAllReduce)
-    throw std::invalid_argument(c10::str(collective.description(), " on rank ", rank(), ": the tensor is ",
-                                         dtype == at::kShort ? "int16" : c10::toString(dtype),
-                                         ", which NCCL cannot add: convert it, to int32 say"));
+  require(kind != Collective::kAllReduce && kind != Collective::kReduce && kind != Collective::kReduceScatter &&
+              kind != Collective::kBackendAllReduce,
+          collective.description(), " on rank ", rank(), ": the tensor is ",
+          dtype == at::kShort ? "int16" : c10::toString(dtype), ", which NCCL cannot add: convert it, to int32 say");
   for (at::Tensor* tensor :
        {&collective.full, &collective.shard, &collective.all_to_all.received, &collective.all_to_all.sent})
     if (tensor->defined()) *tensor = tensor->view(at::kByte);
@@ -424,9 +423,8 @@ void NcclCommunicator::end(std::string reason, bool is_complete) noexcept {
 std::shared_ptr<Communicator> make_nccl_communicator(std::shared_ptr<NcclBackends> backends,
                                                      c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      at::Device device, NcclOptions options) {
-  if (!device.is_cuda() || !device.has_index())
-    throw std::invalid_argument(c10::str("rank ", rank, ": the NCCL backend was given device ", device,
-                                         ", expected a CUDA device with an index"));
+  require(device.is_cuda() && device.has_index(), "rank ", rank, ": the NCCL backend was given device ", device,
+          ", expected a CUDA device with an index");
   store = StoreClient::of(std::move(store), options.timeout);
   c10::intrusive_ptr<c10d::Backend> group;
   try {
@@ -434,9 +432,8 @@ std::shared_ptr<Communicator> make_nccl_communicator(std::shared_ptr<NcclBackend
       c10::DeviceGuard guard(device);
       return backends->make(c10::make_intrusive<c10d::PrefixStore>("nccl", store), rank, size, device, options.timeout);
     });
-    if (!made)
-      throw std::runtime_error(
-          c10::str("not all of its ranks have come within ", options.timeout.count() / 1000, " s"));
+    require<std::runtime_error>(made.has_value(), "not all of its ranks have come within ",
+                                options.timeout.count() / 1000, " s");
     group = std::move(*made);
   } catch (const std::exception& error) {
     throw CommError(
@@ -466,10 +463,8 @@ std::shared_ptr<Communicator> make_nccl_communicator(c10::intrusive_ptr<c10d::St
     backends = chosen_backends;
   }
   if (!backends) backends = nccl_backends();
-  if (!backends)
-    throw std::invalid_argument(c10::str("rank ", rank, ": the NCCL backend for ", device,
-                                         " is not in this build of Tessera: configure with -DTESSERA_CUDA=ON (preset "
-                                         "cuda)"));
+  require(backends != nullptr, "rank ", rank, ": the NCCL backend for ", device,
+          " is not in this build of Tessera: configure with -DTESSERA_CUDA=ON (preset cuda)");
   return make_nccl_communicator(std::move(backends), std::move(store), rank, size, device, options);
 }
 
