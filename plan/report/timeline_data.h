@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <nlohmann/json_fwd.hpp>
+#include <string_view>
 #include <vector>
 
 #include <tessera/plan/measured_step.h>
@@ -9,6 +10,9 @@
 #include <tessera/plan/step_time.h>
 
 namespace tessera::internal {
+
+// The content of timeline_page.html. Its script inserts data only as text, and never as markup.
+extern const std::string_view kTimelineHtml;
 
 // These functions return JSON for the timeline page.
 

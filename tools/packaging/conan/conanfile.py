@@ -35,7 +35,7 @@ class TesseraConan(ConanFile):
         self.version = text.partition("project(tessera VERSION ")[2].split()[0]
 
     def export_sources(self):
-        for pattern in ("*CMakeLists.txt", "LICENSE", "*.md", "*.svg", "*.h", "*.cpp", "*.cmake", "*.cmake.in"):
+        for pattern in ("*CMakeLists.txt", "LICENSE", "*.md", "*.svg", "*.html", "*.h", "*.cpp", "*.cmake", "*.cmake.in"):
             copy(self, pattern, self._tree, self.export_sources_folder,
                  excludes=("build*", ".deps*", "out*", "tests*", "bench*", "examples*", "tools/packaging*"))
 
