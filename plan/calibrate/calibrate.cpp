@@ -72,60 +72,53 @@ class Bench {
   }
 
  private:
-  // Returns a curve through the measured points. Subtracts the fixed cost of an operator, `operator_s`, from each time.
-  // If noise makes a point faster than the previous point, which has less work, uses the time of the previous point.
-  SpeedCurve curve_of(const std::vector<std::pair<double, double>>& measured, double operator_s) const {
+  // Returns a curve through one point for each size. make(size) returns the amount of work of a call, and the call.
+  // Subtracts the fixed cost of an operator, `operator_s`, from each time. If noise makes a point faster than the
+  // previous point, which has less work, uses the time of the previous point.
+  SpeedCurve curve_of(const std::string& what, double operator_s, const std::vector<int64_t>& sizes, auto make) const {
+    timer_.say(what);
     std::vector<std::pair<double, double>> points;
-    double before = 1e-9;
-    for (const auto& [amount, seconds] : measured)
-      points.emplace_back(amount, before = std::max(seconds - operator_s, before));
+    double seconds = 1e-9;
+    for (const int64_t size : sizes) {
+      const auto [amount, call] = make(size);
+      seconds = std::max(timer_.work_seconds_of(call) - operator_s, seconds);
+      points.emplace_back(amount, seconds);
+    }
     return SpeedCurve(std::move(points));
   }
 
   SpeedCurve memory(double operator_s) const {
-    timer_.say("memory");
-    std::vector<std::pair<double, double>> points;
-    for (int64_t numel = 1 << 10; numel <= (options_.quick ? 1 << 22 : 1 << 24); numel *= 8) {
+    return curve_of("memory", operator_s, {1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22}, [](int64_t numel) {
       const at::Tensor a = at::ones({numel}), b = at::ones({numel});
-      points.emplace_back(3.0 * 4 * static_cast<double>(numel), timer_.work_seconds_of([&] { at::add(a, b); }));
-    }
-    return curve_of(points, operator_s);
+      return std::pair(3.0 * 4 * static_cast<double>(numel), [=] { at::add(a, b); });
+    });
   }
 
   SpeedCurve matmul(at::ScalarType dtype, double operator_s) const {
-    timer_.say(std::string("matrix products in ") + c10::toString(dtype));
-    std::vector<std::pair<double, double>> points;
-    for (const int64_t n : {32, 64, 128, 256, 512, 1024}) {
-      if (options_.quick && n > 512) break;
+    std::vector<int64_t> sizes{32, 64, 128, 256, 512};
+    if (!options_.quick) sizes.push_back(1024);
+    return curve_of(std::string("matrix products in ") + c10::toString(dtype), operator_s, sizes, [=](int64_t n) {
       const at::Tensor a = at::ones({n, n}, dtype), b = at::ones({n, n}, dtype);
-      points.emplace_back(2.0 * static_cast<double>(n * n * n), timer_.work_seconds_of([&] { at::mm(a, b); }));
-    }
-    return curve_of(points, operator_s);
+      return std::pair(2.0 * static_cast<double>(n * n * n), [=] { at::mm(a, b); });
+    });
   }
 
   SpeedCurve attention(double operator_s) const {
-    timer_.say("attention");
     constexpr int64_t kHeads = 6, kFeatures = 64;
-    std::vector<std::pair<double, double>> points;
-    for (const int64_t length : {32, 128, 512}) {
+    return curve_of("attention", operator_s, {32, 128, 512}, [](int64_t length) {
       const at::Tensor x = at::ones({2, kHeads, length, kFeatures});
       const auto flop = static_cast<double>(8 * kHeads * length * length * kFeatures);  // counted as in flop.cpp
-      points.emplace_back(flop, timer_.work_seconds_of(
-                                    [&] { at::scaled_dot_product_attention(x, x, x, {}, 0.0, /*is_causal=*/true); }));
-    }
-    return curve_of(points, operator_s);
+      return std::pair(flop, [=] { at::scaled_dot_product_attention(x, x, x, {}, 0.0, /*is_causal=*/true); });
+    });
   }
 
   SpeedCurve convolution(double operator_s) const {
-    timer_.say("convolutions");
     constexpr int64_t kSide = 32;
-    std::vector<std::pair<double, double>> points;
-    for (const int64_t channels : {4, 16, 64}) {
+    return curve_of("convolutions", operator_s, {4, 16, 64}, [](int64_t channels) {
       const at::Tensor x = at::ones({4, channels, kSide, kSide}), weight = at::ones({channels, channels, 3, 3});
       const auto flop = static_cast<double>(2 * x.numel() * channels * 3 * 3);
-      points.emplace_back(flop, timer_.work_seconds_of([&] { at::conv2d(x, weight, {}, 1, 1); }));
-    }
-    return curve_of(points, operator_s);
+      return std::pair(flop, [=] { at::conv2d(x, weight, {}, 1, 1); });
+    });
   }
 
   LinkSpeed link() const {

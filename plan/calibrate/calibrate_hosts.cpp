@@ -12,7 +12,6 @@
 #include <cmath>
 #include <functional>
 #include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 
