@@ -22,6 +22,7 @@
 
 #include <tessera/checkpointed.h>
 #include "core/runtime/lfs_pointer.h"
+#include "core/runtime/require.h"
 
 namespace tessera {
 using namespace internal;
@@ -60,66 +61,6 @@ at::Tensor rotate(const at::Tensor& x) {
   const auto sin = at::cat({angles.sin(), angles.sin()}, 1).to(x.scalar_type());
   return x * cos + at::cat({-x.narrow(3, half, half), x.narrow(3, 0, half)}, 3) * sin;
 }
-
-}  // namespace
-
-const DecoderOptions& checked(const DecoderOptions& options) {
-  const std::map<std::string, int64_t> values = {{"layers", options.layers},     {"width", options.width},
-                                                 {"heads", options.heads},       {"vocab", options.vocabulary},
-                                                 {"sequence", options.sequence}, {"batch", options.batch}};
-  for (const auto& [name, value] : values)
-    if (value < 1) refuse("of " + name + " " + std::to_string(value) + ", expected 1 or more");
-  constexpr int64_t kMostLayers = 1000;  // a dry run takes time for each layer
-  if (options.layers > kMostLayers)
-    refuse("of layers " + std::to_string(options.layers) + ", expected at most " + std::to_string(kMostLayers));
-  if (options.head_dim < 0 || (options.is_llama && options.head_dim % 2 != 0))
-    refuse("of head_dim " + std::to_string(options.head_dim) + ", expected " +
-           (options.is_llama ? "an even number" : "0 or more"));
-  if (options.head_dim == 0 &&
-      (options.width % options.heads != 0 || (options.is_llama && options.width / options.heads % 2 != 0)))
-    refuse(c10::str("of width ", options.width, ", which does not divide into ", options.heads, " heads"));
-  const int64_t shared = options.key_value_heads;
-  if (shared < 0 || (shared > 0 && options.heads % shared != 0))
-    refuse(c10::str("of ", shared, " heads of keys and values, expected a divisor of ", options.heads));
-  if (options.positions != 0 && options.positions < options.sequence)
-    refuse(c10::str("of ", options.positions, " positions, fewer than the sequence of ", options.sequence));
-  if (options.mlp_width < 0) refuse("of mlp " + std::to_string(options.mlp_width) + ", expected 0 or more");
-  return options;
-}
-
-DecoderOptions decoder_of(const std::string& text) {
-  const size_t colon = text.find(':');
-  const std::string kind = text.substr(0, colon);
-  if (colon == std::string::npos || (kind != "gpt" && kind != "llama"))
-    refuse(
-        "'" + text +
-        "', expected gpt:name=number,... or llama:name=number,... (tessera plan also takes a config.json, or a folder "
-        "that has it, and an archive of torch.export, .pt2)");
-  DecoderOptions options;
-  options.is_llama = kind == "llama";
-  int64_t tie = options.is_llama ? 0 : 1;
-  std::map<std::string, int64_t*> fields = {{"layers", &options.layers},     {"width", &options.width},
-                                            {"heads", &options.heads},       {"kv_heads", &options.key_value_heads},
-                                            {"mlp", &options.mlp_width},     {"vocab", &options.vocabulary},
-                                            {"head_dim", &options.head_dim}, {"sequence", &options.sequence},
-                                            {"batch", &options.batch},       {"tie", &tie}};
-  for (size_t begin = colon + 1; begin < text.size() || text[begin - 1] == ',';) {
-    const std::string part = text.substr(begin, text.find(',', begin) - begin);
-    begin += part.size() + 1;
-    const size_t equals = part.find('=');
-    const auto field = fields.extract(part.substr(0, equals));
-    if (equals == std::string::npos || !field)
-      refuse("'" + text + "': '" + part +
-             "', expected layers, width, heads, kv_heads, head_dim, mlp, vocab, sequence, batch or tie, each =number "
-             "and at most once");
-    *field.mapped() = number_of(text, part.substr(equals + 1));
-  }
-  if (tie != 0 && tie != 1) refuse("'" + text + "': tie is 0 or 1");
-  options.tie = tie == 1;
-  return checked(options);
-}
-
-namespace {
 
 // Reads a model's config.json, with the field names of Hugging Face's transformers.
 class ConfigFile {
@@ -211,6 +152,60 @@ DecoderOptions llama_of(const ConfigFile& config, int64_t sequence, const std::s
 }
 
 }  // namespace
+
+const DecoderOptions& checked(const DecoderOptions& options) {
+  const std::map<std::string, int64_t> values = {{"layers", options.layers},     {"width", options.width},
+                                                 {"heads", options.heads},       {"vocab", options.vocabulary},
+                                                 {"sequence", options.sequence}, {"batch", options.batch}};
+  for (const auto& [name, value] : values) require(value >= 1, "model of ", name, " ", value, ", expected 1 or more");
+  constexpr int64_t kMostLayers = 1000;  // a dry run takes time for each layer
+  require(options.layers <= kMostLayers, "model of layers ", options.layers, ", expected at most ", kMostLayers);
+  require(options.head_dim >= 0 && (!options.is_llama || options.head_dim % 2 == 0), "model of head_dim ",
+          options.head_dim, ", expected ", options.is_llama ? "an even number" : "0 or more");
+  const bool divides =
+      options.width % options.heads == 0 && (!options.is_llama || options.width / options.heads % 2 == 0);
+  require(options.head_dim > 0 || divides, "model of width ", options.width, ", which does not divide into ",
+          options.heads, " heads");
+  const int64_t shared = options.key_value_heads;
+  require(shared == 0 || (shared > 0 && options.heads % shared == 0), "model of ", shared,
+          " heads of keys and values, expected a divisor of ", options.heads);
+  require(options.positions == 0 || options.positions >= options.sequence, "model of ", options.positions,
+          " positions, fewer than the sequence of ", options.sequence);
+  require(options.mlp_width >= 0, "model of mlp ", options.mlp_width, ", expected 0 or more");
+  return options;
+}
+
+DecoderOptions decoder_of(const std::string& text) {
+  const size_t colon = text.find(':');
+  const std::string kind = text.substr(0, colon);
+  if (colon == std::string::npos || (kind != "gpt" && kind != "llama"))
+    refuse(
+        "'" + text +
+        "', expected gpt:name=number,... or llama:name=number,... (tessera plan also takes a config.json, or a folder "
+        "that has it, and an archive of torch.export, .pt2)");
+  DecoderOptions options;
+  options.is_llama = kind == "llama";
+  int64_t tie = options.is_llama ? 0 : 1;
+  std::map<std::string, int64_t*> fields = {{"layers", &options.layers},     {"width", &options.width},
+                                            {"heads", &options.heads},       {"kv_heads", &options.key_value_heads},
+                                            {"mlp", &options.mlp_width},     {"vocab", &options.vocabulary},
+                                            {"head_dim", &options.head_dim}, {"sequence", &options.sequence},
+                                            {"batch", &options.batch},       {"tie", &tie}};
+  for (size_t begin = colon + 1; begin < text.size() || text[begin - 1] == ',';) {
+    const std::string part = text.substr(begin, text.find(',', begin) - begin);
+    begin += part.size() + 1;
+    const size_t equals = part.find('=');
+    const auto field = fields.extract(part.substr(0, equals));
+    if (equals == std::string::npos || !field)
+      refuse("'" + text + "': '" + part +
+             "', expected layers, width, heads, kv_heads, head_dim, mlp, vocab, sequence, batch or tie, each =number "
+             "and at most once");
+    *field.mapped() = number_of(text, part.substr(equals + 1));
+  }
+  if (tie != 0 && tie != 1) refuse("'" + text + "': tie is 0 or 1");
+  options.tie = tie == 1;
+  return checked(options);
+}
 
 DecoderOptions decoder_of_config(const std::filesystem::path& file, int64_t sequence, int64_t batch) {
   const ConfigFile config(file);
