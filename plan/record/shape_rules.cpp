@@ -72,17 +72,17 @@ Tensors layer_norm(const MetaArguments& a) {
   return {contiguous_like(input), of(shape, input, dtype), of(shape, input, dtype)};
 }
 
-// Returns the gradients of input, weight and bias that `wanted` selects. `parameter` has the sizes of the weight.
-Tensors norm_backward(const at::Tensor& input, const Sizes& parameter, at::ScalarType dtype,
+// Returns the gradients of input, weight and bias that `wanted` selects. `parameter` has the sizes of the weight, which
+// may be undefined.
+Tensors norm_backward(const at::Tensor& input, const at::Tensor& weight, const Sizes& parameter,
                       const c10::List<bool>& wanted) {
+  const at::ScalarType dtype = weight.defined() ? weight.scalar_type() : input.scalar_type();
   return {wanted.get(0) ? at::empty_like(input) : at::Tensor(),
           wanted.get(1) ? of(parameter, input, dtype) : at::Tensor(),
           wanted.get(2) ? of(parameter, input, dtype) : at::Tensor()};
 }
 Tensors layer_norm_backward(const MetaArguments& a) {
-  const at::Tensor weight = tensor(a, 5), input = tensor(a, 1);
-  return norm_backward(input, sizes(a, 2), weight.defined() ? weight.scalar_type() : input.scalar_type(),
-                       a[7].toBoolList());
+  return norm_backward(tensor(a, 1), tensor(a, 5), sizes(a, 2), a[7].toBoolList());
 }
 Tensors batch_norm(const MetaArguments& a) {
   const at::Tensor input = tensor(a, 0);
@@ -91,9 +91,8 @@ Tensors batch_norm(const MetaArguments& a) {
   return {at::empty_like(input), of(statistics, input, dtype), of(statistics, input, dtype)};
 }
 Tensors batch_norm_backward(const MetaArguments& a) {
-  const at::Tensor input = tensor(a, 1), weight = tensor(a, 2);
-  return norm_backward(input, {input.size(1)}, weight.defined() ? weight.scalar_type() : input.scalar_type(),
-                       a[9].toBoolList());
+  const at::Tensor input = tensor(a, 1);
+  return norm_backward(input, tensor(a, 2), {input.size(1)}, a[9].toBoolList());
 }
 Tensors group_norm(const MetaArguments& a) {
   const at::Tensor input = tensor(a, 0);
@@ -102,9 +101,7 @@ Tensors group_norm(const MetaArguments& a) {
   return {at::empty_like(input), of(statistics, input, dtype), of(statistics, input, dtype)};
 }
 Tensors group_norm_backward(const MetaArguments& a) {
-  const at::Tensor input = tensor(a, 1), weight = tensor(a, 4);
-  return norm_backward(input, {a[6].toInt()}, weight.defined() ? weight.scalar_type() : input.scalar_type(),
-                       a[9].toBoolList());
+  return norm_backward(tensor(a, 1), tensor(a, 4), {a[6].toInt()}, a[9].toBoolList());
 }
 
 Tensors dropout(const MetaArguments& a) {
