@@ -114,15 +114,6 @@ class Simulation {
   StepTime result_;
 };
 
-}  // namespace
-
-const char* name_of(Lane lane) {
-  static constexpr std::array<const char*, kLanes> kNames = {"compute", "within host", "between hosts"};
-  return kNames[static_cast<size_t>(lane)];
-}
-
-namespace {
-
 StepTime predicted(const std::vector<const RunRecord*>& of_ranks, const MachineSpeed& speed, int step) {
   const RunRecord& record = *of_ranks.front();
   int last = 0;
@@ -137,6 +128,11 @@ StepTime predicted(const std::vector<const RunRecord*>& of_ranks, const MachineS
 }
 
 }  // namespace
+
+const char* name_of(Lane lane) {
+  static constexpr std::array<const char*, kLanes> kNames = {"compute", "within host", "between hosts"};
+  return kNames[static_cast<size_t>(lane)];
+}
 
 StepTime predict_step(const RunRecord& record, const MachineSpeed& speed, int step) {
   return predicted({&record}, speed, step);
