@@ -335,33 +335,31 @@ std::shared_ptr<Communicator> ElasticState::make_group() {
   // Each rank first waits in the store for the other ranks, until the timeout. If a member is lost, this rank must stop
   // the wait earlier, because the other ranks form the next group without ranks that still wait.
   std::promise<void> is_made;
-  std::string loss;
-  std::thread watch([&, made = is_made.get_future()] {
+  auto watch = std::async(std::launch::async, [&, made = is_made.get_future()]() -> std::string {
     while (made.wait_for(kMemberCheck) != std::future_status::ready) {
       try {
         require_members();
       } catch (const CommError& error) {
-        loss = error.what();
         StoreClient::limit_patience(*wrapped, milliseconds(0));
-        return;
+        return error.what();
       } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): an invalid answer proves no loss
       }
     }
+    return "";
   });
   const auto end_watch = [&] {
     is_made.set_value();
-    watch.join();
+    const std::string loss = watch.get();
+    require<CommError>(loss.empty(), loss);
   };
   std::shared_ptr<Communicator> comm;
   try {
     comm = communicator_at(self_.address, wrapped, rank_, size, options_.group);
   } catch (...) {
     end_watch();
-    if (!loss.empty()) throw CommError(loss);
     throw;
   }
   end_watch();
-  if (!loss.empty()) throw CommError(loss);
   return comm;
 }
 

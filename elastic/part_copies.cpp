@@ -233,52 +233,36 @@ PartCopy::PartCopy(CopyStore& store, CopyMemories& memories, UnchangedPieces& un
   if (device_.is_cpu()) shared_ = unchanged_.take(name_.generation, frozen_, plan_.pieces, kBlockBytes);
   copies_.begin(plan_, device_, kBlockBytes);
   const SigpipeBlock no_sigpipe;  // the new thread inherits the blocked signal
-  thread_ = std::thread([this] { run(); });
+  error_ = std::async(std::launch::async, [this] { return run(); });
 }
 
-PartCopy::~PartCopy() {
-  is_cancelled_ = true;
-  wait();
-}
-
-bool PartCopy::wait_for(std::chrono::milliseconds time) {
-  return has_ended_.wait_for(time) == std::future_status::ready;
-}
-
-std::string PartCopy::wait() {
-  if (thread_.joinable()) thread_.join();
-  return error_;
-}
-
-void PartCopy::run() {
+std::string PartCopy::run() try {
   const at::NoGradGuard no_grad;
-  try {
-    copies_.end(plan_, device_, [] {});
-    if (!device_.is_cpu()) shared_ = unchanged_.take(name_.generation, frozen_, plan_.pieces, kBlockBytes);
-    plan_.pieces.insert(plan_.pieces.begin(), std::make_move_iterator(shared_.begin()),
-                        std::make_move_iterator(shared_.end()));
-    shared_.clear();
-    auto part = std::make_shared<CopiedPart>();
-    part->world = world_;
-    part->memories.push_back(memory_);
-    if (unchanged_.memory()) part->memories.push_back(unchanged_.memory());
-    PartFolder folder(memory_, unchanged_.memory());
-    SavedTensors saved = write_rank_files(folder.path(), {name_.owner, id_, kBlockBytes, plan_.rng}, plan_.pieces);
-    part->files = folder.take_files();
-    part->description = describe_part(std::move(saved), plan_, name_.owner, world_, id_);
-    plan_.pieces.clear();
-    store_.put(name_, part);
-    const std::string host = host_and_boot();
-    for (const Member& partner : partners_) {
-      PeerConnection connection(partner, patience_, &is_cancelled_);
-      if (partner.host != host || !share_part(connection, name_, *part, patience_))
-        send_part(connection, name_, *part, patience_);
-    }
-  } catch (const std::exception& error) {
-    error_ = error.what();
-    if (error_.empty()) error_ = "an error without a text";
+  copies_.end(plan_, device_, [] {});
+  if (!device_.is_cpu()) shared_ = unchanged_.take(name_.generation, frozen_, plan_.pieces, kBlockBytes);
+  plan_.pieces.insert(plan_.pieces.begin(), std::make_move_iterator(shared_.begin()),
+                      std::make_move_iterator(shared_.end()));
+  shared_.clear();
+  auto part = std::make_shared<CopiedPart>();
+  part->world = world_;
+  part->memories.push_back(memory_);
+  if (unchanged_.memory()) part->memories.push_back(unchanged_.memory());
+  PartFolder folder(memory_, unchanged_.memory());
+  SavedTensors saved = write_rank_files(folder.path(), {name_.owner, id_, kBlockBytes, plan_.rng}, plan_.pieces);
+  part->files = folder.take_files();
+  part->description = describe_part(std::move(saved), plan_, name_.owner, world_, id_);
+  plan_.pieces.clear();
+  store_.put(name_, part);
+  const std::string host = host_and_boot();
+  for (const Member& partner : partners_) {
+    PeerConnection connection(partner, patience_, &is_cancelled_);
+    if (partner.host != host || !share_part(connection, name_, *part, patience_))
+      send_part(connection, name_, *part, patience_);
   }
-  ended_.set_value();
+  return "";
+} catch (const std::exception& error) {
+  const std::string text = error.what();
+  return text.empty() ? "an error without a text" : text;
 }
 
 }  // namespace tessera::internal

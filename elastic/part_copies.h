@@ -8,7 +8,6 @@
 #include <nlohmann/json.hpp>
 #include <set>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "checkpoint/format/manifest.h"
@@ -54,20 +53,21 @@ class PartCopy {
            uint64_t id, const StateObjects& state, const nlohmann::json& extra, std::vector<Member> partners,
            std::chrono::milliseconds patience, at::Tensor staging);
   // Cancels the copy, and waits for its thread.
-  ~PartCopy();
+  ~PartCopy() { is_cancelled_ = true; }
   PartCopy(const PartCopy&) = delete;
   PartCopy& operator=(const PartCopy&) = delete;
 
   const PartName& name() const { return name_; }
   // Blocks until the copy has ended, at most for `time`. Returns whether the copy has ended.
-  bool wait_for(std::chrono::milliseconds time);
-  // Blocks until the copy has ended. Returns its error; "" if this rank and all partners hold the part.
-  std::string wait();
+  bool wait_for(std::chrono::milliseconds time) { return error_.wait_for(time) == std::future_status::ready; }
+  // Blocks until the copy has ended. Returns its error; "" if this rank and all partners hold the part. Must be called
+  // at most once.
+  std::string wait() { return error_.get(); }
   // Returns the staging memory for the next copy; undefined for a model on the CPU. Must be called after wait().
   at::Tensor take_staging() { return device_.is_cpu() ? at::Tensor() : copies_.take_memory(); }
 
  private:
-  void run();
+  std::string run();
 
   CopyStore& store_;
   UnchangedPieces& unchanged_;
@@ -83,10 +83,7 @@ class PartCopy {
   std::vector<Piece> shared_;                 // pieces in the memory of unchanged_
   HostCopies copies_;
   std::atomic<bool> is_cancelled_ = false;
-  std::string error_;  // error of the thread; valid once the thread has ended
-  std::promise<void> ended_;
-  std::future<void> has_ended_ = ended_.get_future();
-  std::thread thread_;
+  std::future<std::string> error_;  // last: its thread uses the members above
 };
 
 }  // namespace tessera::internal
