@@ -5,11 +5,9 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <exception>
-#include <mutex>
+#include <future>
 #include <stdexcept>
-#include <thread>
 
 #include <tessera/host_results.h>
 #include "core/comm/agreement.h"
@@ -91,34 +89,21 @@ void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat&
                          const std::function<void()>& part) {
   const auto patience = Heartbeat::kMostTimeouts * comm.timeout();
   heartbeat.beat();
-  Outcome own;
-  std::mutex mutex;
-  std::condition_variable ended_changed;
-  bool ended = false;
-  const auto run = [&] {
+  const auto run = [&]() -> Outcome {
     const at::NoGradGuard no_grad;
-    Outcome outcome;
     try {
-      outcome = attempt([&] { return part(), std::string(); });
-    } catch (const CommError& error) {  // attempt() does not catch CommError, and no exception may leave the thread
-      outcome.error = error.what();
+      return attempt([&] { return part(), std::string(); });
+    } catch (const CommError& error) {  // attempt() does not catch CommError
+      return {.error = error.what()};
     }
-    const std::lock_guard lock(mutex);
-    own = std::move(outcome);
-    ended = true;
-    ended_changed.notify_one();
   };
-  std::jthread thread;
-  const Outcome begun =
-      attempt([&] { return thread = std::jthread(run), std::string(); });  // starting a thread may throw
-  if (!begun.error.empty()) own = begun, ended = true;
+  std::future<Outcome> end;
+  // Starting a thread may throw.
+  Outcome own = attempt([&] { return end = std::async(std::launch::async, run), std::string(); });
   auto pause = std::chrono::milliseconds(1);
   for (bool all_ended = false; !all_ended;
        pause = std::min({2 * pause, std::chrono::milliseconds(1000), comm.timeout() / 4})) {
-    std::unique_lock lock(mutex);
-    ended_changed.wait_for(lock, pause, [&] { return ended; });
-    const bool own_ended = ended;
-    lock.unlock();
+    const bool own_ended = !end.valid() || end.wait_for(pause) == std::future_status::ready;
     const bool is_stuck = !own_ended && heartbeat.is_older_than(patience);
     enum State : int64_t { kStuck, kGetsOn, kEnded };
     const int64_t least = least_over_ranks(comm, own_ended ? kEnded : is_stuck ? kStuck : kGetsOn, what);
@@ -128,6 +113,7 @@ void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat&
     gather_results(comm, {.error = is_stuck ? "gets no further: one step takes longer than " + seconds + " s" : ""},
                    what);
   }
+  if (end.valid()) own = end.get();
   require_success(comm, own, what);
 }
 
