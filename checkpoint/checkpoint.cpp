@@ -74,49 +74,6 @@ void check_state_value(const std::string& name, const StateValue& value, const s
     throw std::invalid_argument("'" + name + "'" + where + " is a text that is not UTF-8");
 }
 
-}  // namespace
-
-StateObjects internal::state_objects_of(const TrainingState& state) { return state_of(state); }
-
-std::vector<std::string> internal::describe_objects(const StateObjects& state) {
-  std::vector<std::string> lines;
-  if (state.optimizers.empty()) lines.emplace_back("optimizer none");
-  for (const auto& [name, optimizer] : state.optimizers)
-    lines.push_back("optimizer " + name + (name.empty() ? "" : " ") + c10::demangle(typeid(*optimizer).name()));
-  for (const auto& name : state.models) lines.push_back("model " + name);
-  for (const auto& stateful : state.beside) lines.push_back("beside the model " + stateful->state_name());
-  return lines;
-}
-
-SavePlan internal::plan_save(const StateObjects& state, const json& extra, const SaveOptions& options) {
-  const NoGradNoInferenceGuard quiet;
-  const auto shards = in_dense_order(state.model.shards_to_save());
-  const Communicator& comm = *state.model.comm();
-  SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // if the caller passes `{}`, `extra` is null
-  plan.models = state.models;
-  NamedOptimizers named = named_optimizers(shards, state.optimizers);
-  bool all_count_writes = !named.empty();
-  for (auto& [name, optimizer] : named) {
-    plan.optimizers.emplace(name, local_optimizer(shards, optimizer));
-    all_count_writes = all_count_writes && counts_writes(optimizer.whole());
-  }
-  const auto tensors = local_tensors(state.model, shards, named, state.beside);
-  if (options.copy_in_background && all_count_writes)
-    for (const LocalTensor& local : tensors)
-      if ((local.kind == TensorKind::kParameter || local.kind == TensorKind::kState) &&
-          DiskPager::of(local.tensor) == nullptr)
-        plan.watched.push_back({local.fqn, local.tensor, writes_to(local.tensor)});
-  plan.pieces = pieces_of(tensors, comm.rank());
-  for (const auto& stateful : state.beside) {
-    auto& values = plan.beside[stateful->state_name()] = stateful->state_values();
-    for (const auto& [name, value] : values) check_state_value(name, value, stateful->state_name());
-  }
-  if (options.rng) plan.rng = generator_states(comm.device());
-  return plan;
-}
-
-namespace {
-
 void save(const fs::path& dir, const State& state, const json& extra, const SaveOptions& options) {
   SaveJob::begin(dir, state.model.comm(), options, /*is_async=*/false, describe_objects(state))->run([&] {
     return plan_save(state, extra, options);
@@ -229,6 +186,45 @@ std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State&
 }
 
 }  // namespace
+
+StateObjects internal::state_objects_of(const TrainingState& state) { return state_of(state); }
+
+std::vector<std::string> internal::describe_objects(const StateObjects& state) {
+  std::vector<std::string> lines;
+  if (state.optimizers.empty()) lines.emplace_back("optimizer none");
+  for (const auto& [name, optimizer] : state.optimizers)
+    lines.push_back("optimizer " + name + (name.empty() ? "" : " ") + c10::demangle(typeid(*optimizer).name()));
+  for (const auto& name : state.models) lines.push_back("model " + name);
+  for (const auto& stateful : state.beside) lines.push_back("beside the model " + stateful->state_name());
+  return lines;
+}
+
+SavePlan internal::plan_save(const StateObjects& state, const json& extra, const SaveOptions& options) {
+  const NoGradNoInferenceGuard quiet;
+  const auto shards = in_dense_order(state.model.shards_to_save());
+  const Communicator& comm = *state.model.comm();
+  SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // if the caller passes `{}`, `extra` is null
+  plan.models = state.models;
+  NamedOptimizers named = named_optimizers(shards, state.optimizers);
+  bool all_count_writes = !named.empty();
+  for (auto& [name, optimizer] : named) {
+    plan.optimizers.emplace(name, local_optimizer(shards, optimizer));
+    all_count_writes = all_count_writes && counts_writes(optimizer.whole());
+  }
+  const auto tensors = local_tensors(state.model, shards, named, state.beside);
+  if (options.copy_in_background && all_count_writes)
+    for (const LocalTensor& local : tensors)
+      if ((local.kind == TensorKind::kParameter || local.kind == TensorKind::kState) &&
+          DiskPager::of(local.tensor) == nullptr)
+        plan.watched.push_back({local.fqn, local.tensor, writes_to(local.tensor)});
+  plan.pieces = pieces_of(tensors, comm.rank());
+  for (const auto& stateful : state.beside) {
+    auto& values = plan.beside[stateful->state_name()] = stateful->state_values();
+    for (const auto& [name, value] : values) check_state_value(name, value, stateful->state_name());
+  }
+  if (options.rng) plan.rng = generator_states(comm.device());
+  return plan;
+}
 
 void save_checkpoint(const fs::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer, const json& extra,
                      const SaveOptions& options) {

@@ -77,6 +77,26 @@ std::vector<fs::path> entries_with_manifest(const fs::path& folder) {
   return found;
 }
 
+FoundCheckpoints found_among(const std::vector<fs::path>& listed) {
+  std::vector<std::pair<int64_t, fs::path>> whole;
+  FoundCheckpoints found;
+  for (const auto& path : listed) {
+    const std::string text = manifest_text_or_nothing(path);
+    if (const auto sequence = sequence_of(text)) {
+      whole.emplace_back(*sequence, path);
+      continue;
+    }
+    const auto [ranks, others] = contents_of(path);
+    if ((ranks > 0 || others == 0) && is_checkpoint(path)) found.damaged.push_back(path);
+  }
+  std::ranges::sort(whole);
+  for (auto& [sequence, path] : whole) {
+    found.whole.push_back(std::move(path));
+    found.sequences.push_back(sequence);
+  }
+  return found;
+}
+
 }  // namespace
 
 std::string save_folder(const std::string& listed) {
@@ -117,30 +137,6 @@ std::string inner_folder_of_checkpoints(const fs::path& folder) try {
 }
 
 bool has_rank_files(const fs::path& folder) { return contents_of(folder).ranks > 0; }
-
-namespace {
-
-FoundCheckpoints found_among(const std::vector<fs::path>& listed) {
-  std::vector<std::pair<int64_t, fs::path>> whole;
-  FoundCheckpoints found;
-  for (const auto& path : listed) {
-    const std::string text = manifest_text_or_nothing(path);
-    if (const auto sequence = sequence_of(text)) {
-      whole.emplace_back(*sequence, path);
-      continue;
-    }
-    const auto [ranks, others] = contents_of(path);
-    if ((ranks > 0 || others == 0) && is_checkpoint(path)) found.damaged.push_back(path);
-  }
-  std::ranges::sort(whole);
-  for (auto& [sequence, path] : whole) {
-    found.whole.push_back(std::move(path));
-    found.sequences.push_back(sequence);
-  }
-  return found;
-}
-
-}  // namespace
 
 FoundCheckpoints find_checkpoints(const fs::path& folder) {
   constexpr int kMostListings = 100;
