@@ -92,6 +92,19 @@ struct Compiler::Scope {
     if (!slots.emplace(name, graph.slot_count).second) throw ExportedError("two values have the name '" + name + "'");
     return graph.slot_count++;
   }
+  // Adds the values of a node's outputs, and appends their slots to `results`.
+  ReturnLengths add_outputs(const json& node, std::vector<int>& results) {
+    ReturnLengths lengths;
+    for (const json& output : list_field(node, "outputs")) {
+      const auto [kind, value] = alternative_of(output);
+      const bool is_list = kind == "as_tensors";
+      if (is_list && !value.is_array()) throw ExportedError("a list of results was expected");
+      lengths.push_back(is_list ? static_cast<int>(value.size()) : -1);
+      if (!is_list) results.push_back(add(name_of_value(output)));
+      for (size_t i = 0; is_list && i < value.size(); ++i) results.push_back(add(text_field(value[i], "name")));
+    }
+    return lengths;
+  }
   FindSlot finder() const {
     return [this](const std::string& name) {
       const auto found = slots.find(name);
@@ -205,22 +218,10 @@ std::vector<Operand> read_operands(const json& node, const c10::FunctionSchema& 
 std::unique_ptr<Step> Compiler::compile_operator(const json& node, Scope& scope, Description description) {
   const c10::OperatorHandle op = find_operator(text_field(node, "target"), options_.namespaces);
   auto operands = read_operands(node, op.schema(), scope.finder());
-  const json& outputs = list_field(node, "outputs");
-  require<ExportedError>(outputs.size() <= op.schema().returns().size(), "it has ", outputs.size(),
-                         " results, the operator returns ", op.schema().returns().size());
-  ReturnLengths returns;
   std::vector<int> results;
-  for (const json& output : outputs) {
-    const auto [kind, value] = alternative_of(output);
-    if (kind == "as_tensors") {
-      if (!value.is_array()) throw ExportedError("a list of results was expected");
-      returns.push_back(static_cast<int>(value.size()));
-      for (const json& tensor : value) results.push_back(scope.add(text_field(tensor, "name")));
-    } else {
-      returns.push_back(-1);
-      results.push_back(scope.add(name_of_value(output)));
-    }
-  }
+  ReturnLengths returns = scope.add_outputs(node, results);
+  require<ExportedError>(returns.size() <= op.schema().returns().size(), "it has ", returns.size(),
+                         " results, the operator returns ", op.schema().returns().size());
   auto step = std::make_unique<OperatorStep>(std::move(description.text), std::move(description.module), op,
                                              std::move(operands), std::move(returns));
   step->results() = std::move(results);
@@ -327,14 +328,7 @@ std::unique_ptr<Step> Compiler::compile_higher_order(const json& node, const std
                                                      Description description) {
   HigherOrderArguments arguments(node);
   auto step = compile_call(name, arguments, scope, std::move(description));
-  for (const json& output : list_field(node, "outputs")) {
-    const auto [kind, value] = alternative_of(output);
-    if (kind == "as_tensors") {
-      for (const json& tensor : value) step->results().push_back(scope.add(text_field(tensor, "name")));
-    } else {
-      step->results().push_back(scope.add(name_of_value(output)));
-    }
-  }
+  scope.add_outputs(node, step->results());
   require<ExportedError>(step->results().size() == step->result_count(), "it has ", step->results().size(),
                          " results, its graph has ", step->result_count());
   return step;
@@ -480,10 +474,9 @@ void Compiler::fold_segments(Graph& graph, const std::vector<std::vector<ModuleC
   }
   std::ranges::sort(segments, {}, &Segment::first);
   for (size_t i = 1; i < segments.size(); ++i)
-    if (segments[i].first <= segments[i - 1].last)
-      throw ExportedError("the module '" + segments[i].instance +
-                          "' cannot be checkpointed: its operators lie among those of '" + segments[i - 1].instance +
-                          "'");
+    require<ExportedError>(segments[i].first > segments[i - 1].last, "the module '", segments[i].instance,
+                           "' cannot be checkpointed: its operators lie among those of '", segments[i - 1].instance,
+                           "'");
   for (auto segment = segments.rbegin(); segment != segments.rend(); ++segment) {
     auto step = fold(graph, *segment);
     const auto begin = graph.steps.begin() + static_cast<std::ptrdiff_t>(segment->first);

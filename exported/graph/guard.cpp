@@ -59,11 +59,15 @@ class Guard::Parser {
   }
   bool take_word(std::string_view word) { return next_word() == word && take(word); }
 
-  static Node call(NumberStep::Function function, std::vector<Node> operands) {
+  static Node node_of(Kind kind, std::vector<Node> operands) {
     Node node;
-    node.kind = Kind::kCall;
-    node.function = function;
+    node.kind = kind;
     node.operands = std::move(operands);
+    return node;
+  }
+  static Node call(NumberStep::Function function, std::vector<Node> operands) {
+    Node node = node_of(Kind::kCall, std::move(operands));
+    node.function = function;
     return node;
   }
   static Node operation(std::string_view name, std::vector<Node> operands) {
@@ -76,11 +80,7 @@ class Guard::Parser {
     Node node = (this->*part)();
     while (take_word(word)) {
       count_term();
-      Node both;
-      both.kind = kind;
-      both.operands.push_back(std::move(node));
-      both.operands.push_back((this->*part)());
-      node = std::move(both);
+      node = node_of(kind, {std::move(node), (this->*part)()});
     }
     return node;
   }
@@ -94,9 +94,7 @@ class Guard::Parser {
   Node negation() {
     if (!take_word("not")) return comparison();
     if (++depth_ > kMaxDepth) refuse("");
-    Node node;
-    node.kind = Kind::kNot;
-    node.operands.push_back(negation());
+    Node node = node_of(Kind::kNot, {negation()});
     --depth_;
     return node;
   }
@@ -110,13 +108,7 @@ class Guard::Parser {
     while (const Operator* sign = next_of(kComparisons)) {
       Node right = binary();
       Node own = operation(sign->name, {left, right});
-      if (all) {
-        Node chain;
-        chain.kind = Kind::kAnd;
-        chain.operands = {std::move(*all), std::move(own)};
-        own = std::move(chain);
-      }
-      all = std::move(own);
+      all = all ? node_of(Kind::kAnd, {std::move(*all), std::move(own)}) : std::move(own);
       left = std::move(right);
     }
     return all ? std::move(*all) : std::move(left);

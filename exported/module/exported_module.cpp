@@ -61,6 +61,24 @@ std::pair<std::string, std::string> split_name(const std::string& fqn) {
   return dot == std::string::npos ? std::pair(std::string(), fqn) : std::pair(fqn.substr(0, dot), fqn.substr(dot + 1));
 }
 
+ExportedValue value_of(const c10::IValue& value) {
+  if (value.isTensor()) return value.toTensor();
+  if (value.isNone()) return {};
+  if (value.isBool()) return value.toBool();
+  if (value.isInt()) return value.toInt();
+  if (value.isDouble()) return value.toDouble();
+  if (value.isString()) return value.toStringRef();
+  if (value.isSymInt()) return value.toSymInt().guard_int(__FILE__, __LINE__);
+  throw std::logic_error("a result of an exported model is a " + value.tagKind());
+}
+
+// Returns the first names of a list, for an error text.
+std::string first_of(const std::vector<std::string>& names) {
+  std::string text;
+  for (size_t i = 0; i < names.size() && i < 10; ++i) text += (i > 0 ? ", '" : "'") + names[i] + "'";
+  return text;
+}
+
 }  // namespace
 
 // ---- state --------------------------------------------------------------------------------------
@@ -107,21 +125,6 @@ class ExportedProgram {
  private:
   void refuse_other_modes() const;
 };
-
-namespace {
-
-ExportedValue value_of(const c10::IValue& value) {
-  if (value.isTensor()) return value.toTensor();
-  if (value.isNone()) return {};
-  if (value.isBool()) return value.toBool();
-  if (value.isInt()) return value.toInt();
-  if (value.isDouble()) return value.toDouble();
-  if (value.isString()) return value.toStringRef();
-  if (value.isSymInt()) return value.toSymInt().guard_int(__FILE__, __LINE__);
-  throw std::logic_error("a result of an exported model is a " + value.tagKind());
-}
-
-}  // namespace
 
 void ExportedProgram::refuse_other_modes() const {
   const auto mode = [](bool is_training) { return std::string(is_training ? "train()" : "eval()"); };
@@ -360,12 +363,8 @@ class ProgramBuilder {
       const at::Tensor tensor = make_tensor(visible == same.end() ? first : *visible, same);
       for (const size_t i : same) program_->state[i].tensor = tensor;
     }
-    if (!absent_.empty()) {
-      std::string names;
-      for (size_t i = 0; i < absent_.size() && i < 10; ++i) names += (i > 0 ? ", '" : "'") + absent_[i] + "'";
-      throw ExportedError("there are no values of " + std::to_string(absent_.size()) + " tensors, such as " + names +
-                          ": give ExportedOptions::weights or init");
-    }
+    require<ExportedError>(absent_.empty(), "there are no values of ", absent_.size(), " tensors, such as ",
+                           first_of(absent_), ": give ExportedOptions::weights or init");
     if (!record_.ties && !options_.unchecked) warn_of_unknown_ties();
     if (files_ && options_.strict) refuse_unused();
     for (auto& own : program_->state) register_tensor(own);
@@ -387,12 +386,9 @@ class ProgramBuilder {
 
   void refuse_unused() const {
     const auto unused = files_->unused();
-    if (unused.empty()) return;
-    std::string names;
-    for (size_t i = 0; i < unused.size() && i < 10; ++i) names += (i > 0 ? ", '" : "'") + unused[i] + "'";
-    throw ExportedError(options_.weights.string() + " has " + std::to_string(unused.size()) +
-                        " tensors that the model does not have, such as " + names +
-                        " (ExportedOptions::weight_name maps names, strict = false leaves them out)");
+    require<ExportedError>(unused.empty(), options_.weights.string(), " has ", unused.size(),
+                           " tensors that the model does not have, such as ", first_of(unused),
+                           " (ExportedOptions::weight_name maps names, strict = false leaves them out)");
   }
 
   std::optional<WeightSource> find_source(const ExportedTensor& tensor, const std::vector<size_t>& names) {

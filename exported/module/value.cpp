@@ -10,6 +10,14 @@ namespace {
   throw std::invalid_argument("ExportedValue: is " + value.kind() + ", expected " + expected);
 }
 
+// Returns the content of `value`, which `held` holds, as a T. Throws if the value is of another kind.
+template <class T>
+const T& held_as(const ExportedValue& value, const auto& held, const char* expected) {
+  const T* const content = std::get_if<T>(&held);
+  if (content == nullptr) refuse_value(value, expected);
+  return *content;
+}
+
 }  // namespace
 
 ExportedValue::ExportedValue(at::Tensor tensor) {
@@ -24,31 +32,17 @@ ExportedValue ExportedValue::dict(Named elements) {
   return value;
 }
 
-const at::Tensor& ExportedValue::tensor() const {
-  if (!is_tensor()) refuse_value(*this, "a tensor");
-  return std::get<at::Tensor>(value_);
-}
+const at::Tensor& ExportedValue::tensor() const { return held_as<at::Tensor>(*this, value_, "a tensor"); }
 
-bool ExportedValue::to_bool() const {
-  if (!is_bool()) refuse_value(*this, "a bool");
-  return std::get<bool>(value_);
-}
+bool ExportedValue::to_bool() const { return held_as<bool>(*this, value_, "a bool"); }
 
-int64_t ExportedValue::to_int() const {
-  if (!is_int()) refuse_value(*this, "an integer");
-  return std::get<int64_t>(value_);
-}
+int64_t ExportedValue::to_int() const { return held_as<int64_t>(*this, value_, "an integer"); }
 
 double ExportedValue::to_double() const {
-  if (is_int()) return static_cast<double>(std::get<int64_t>(value_));
-  if (!is_double()) refuse_value(*this, "a number");
-  return std::get<double>(value_);
+  return is_int() ? static_cast<double>(to_int()) : held_as<double>(*this, value_, "a number");
 }
 
-const std::string& ExportedValue::text() const {
-  if (!is_text()) refuse_value(*this, "a text");
-  return std::get<std::string>(value_);
-}
+const std::string& ExportedValue::text() const { return held_as<std::string>(*this, value_, "a text"); }
 
 size_t ExportedValue::size() const {
   if (is_dict()) return std::get<Named>(value_).size();
@@ -72,10 +66,7 @@ bool ExportedValue::has(const std::string& name) const {
   return std::ranges::any_of(own, [&](const auto& item) { return item.first == name; });
 }
 
-const ExportedValue::Named& ExportedValue::items() const {
-  if (!is_dict()) refuse_value(*this, "a dict");
-  return std::get<Named>(value_);
-}
+const ExportedValue::Named& ExportedValue::items() const { return held_as<Named>(*this, value_, "a dict"); }
 
 std::string ExportedValue::kind() const {
   if (is_none()) return "None";
