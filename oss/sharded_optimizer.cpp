@@ -312,9 +312,10 @@ void ShardedOptimizer::take_added_groups() {
                                " is another than when the group was added: add new ones by add_param_group()");
     }
   if (param_groups_.size() > local_->param_groups().size()) adopt_groups_from(local_->param_groups().size());
-  require<std::logic_error>(all_parameters().size() == partition_->owners.size(), "OSS on rank ", comm_->rank(),
-                            ": the groups have ", all_parameters().size(), " parameters, expected ",
-                            partition_->owners.size(), ", from parameter number ", place,
+  const size_t count = all_parameters().size();
+  require<std::logic_error>(count == partition_->owners.size(), "OSS on rank ", comm_->rank(), ": the groups have ",
+                            count, " parameters, expected ", partition_->owners.size(), ", from parameter number ",
+                            place,
                             " on: add new ones by add_param_group(), and freeze those that are not to be stepped");
 }
 
