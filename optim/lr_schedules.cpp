@@ -4,7 +4,6 @@
 #include <limits>
 #include <numbers>
 #include <stdexcept>
-#include <string>
 #include <utility>
 
 #include "core/runtime/require.h"
