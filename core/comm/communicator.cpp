@@ -79,30 +79,6 @@ bool is_reducible(at::ScalarType dtype, ReduceOp op) {
   return is_training_dtype(dtype) || (is_integral && op != ReduceOp::kAverage);
 }
 
-}  // namespace
-
-void Pending::wait() {
-  const MemoryKindScope kind(MemoryKind::kTransport);
-  finish();
-}
-
-internal::CommunicatorBackend::CommunicatorBackend()
-    : counters_{std::make_shared<TrafficCounter>()},
-      single_thread_checker_(std::make_unique<SingleThreadChecker>()),
-      live_group_(std::make_unique<LiveGroup>()) {}
-internal::CommunicatorBackend::~CommunicatorBackend() = default;
-
-Communicator::Communicator(int rank, int size, at::Device device, std::chrono::milliseconds timeout)
-    : rank_(rank), size_(size), device_(device), timeout_(timeout) {}
-Communicator::~Communicator() = default;
-
-// Uses no string stream, because a stream would be the main cost of starting an operation.
-std::string Collective::description() const {
-  return what.empty() ? kTraits[kind].name : std::string(kTraits[kind].name) + " of " + what;
-}
-
-namespace {
-
 // Throws std::invalid_argument, with the operation and the rank, if a condition does not hold.
 struct Require {
   const Collective& collective;
@@ -196,6 +172,26 @@ void check_and_complete(const Communicator& comm, Collective& collective) {
 }
 
 }  // namespace
+
+void Pending::wait() {
+  const MemoryKindScope kind(MemoryKind::kTransport);
+  finish();
+}
+
+internal::CommunicatorBackend::CommunicatorBackend()
+    : counters_{std::make_shared<TrafficCounter>()},
+      single_thread_checker_(std::make_unique<SingleThreadChecker>()),
+      live_group_(std::make_unique<LiveGroup>()) {}
+internal::CommunicatorBackend::~CommunicatorBackend() = default;
+
+Communicator::Communicator(int rank, int size, at::Device device, std::chrono::milliseconds timeout)
+    : rank_(rank), size_(size), device_(device), timeout_(timeout) {}
+Communicator::~Communicator() = default;
+
+// Uses no string stream, because a stream would be the main cost of starting an operation.
+std::string Collective::description() const {
+  return what.empty() ? kTraits[kind].name : std::string(kTraits[kind].name) + " of " + what;
+}
 
 at::Tensor Communicator::buffer(int64_t numel, at::ScalarType dtype) {
   return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device_));

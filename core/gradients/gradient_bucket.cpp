@@ -20,6 +20,17 @@ void add_to(at::Tensor& grad, const at::Tensor& values) {
   grad.add_(values);
 }
 
+std::vector<size_t> pieces_of_members(const GradientBucket& bucket, const std::vector<BucketPiece>& pieces) {
+  std::vector<size_t> piece_of;
+  size_t piece = 0;
+  for (size_t member = 0; member < bucket.members.size(); ++member) {
+    const int64_t begin = bucket.layout.offset(static_cast<int64_t>(member));
+    while (piece + 1 < pieces.size() && begin >= pieces[piece].range.end) ++piece;
+    piece_of.push_back(piece);
+  }
+  return piece_of;
+}
+
 }  // namespace
 
 GradientBuffer::GradientBuffer(std::vector<Member> members, int64_t numel, at::ScalarType dtype, Memory memory,
@@ -87,21 +98,6 @@ std::vector<at::Tensor> GradientBuffer::leaves(const std::vector<bool>& used) co
     if (used.empty() || used[i]) leaves.push_back(members_[i].leaf);
   return leaves;
 }
-
-namespace {
-
-std::vector<size_t> pieces_of_members(const GradientBucket& bucket, const std::vector<BucketPiece>& pieces) {
-  std::vector<size_t> piece_of;
-  size_t piece = 0;
-  for (size_t member = 0; member < bucket.members.size(); ++member) {
-    const int64_t begin = bucket.layout.offset(static_cast<int64_t>(member));
-    while (piece + 1 < pieces.size() && begin >= pieces[piece].range.end) ++piece;
-    piece_of.push_back(piece);
-  }
-  return piece_of;
-}
-
-}  // namespace
 
 BucketRoute route_of(const GradientBucket& bucket, const Mesh& mesh, int64_t zero_copy_bytes) {
   using Cut = FlatLayout::Cut;

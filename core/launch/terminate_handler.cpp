@@ -90,21 +90,6 @@ bool is_verbose([[maybe_unused]] std::terminate_handler handler) {
   std::abort();
 }
 
-}  // namespace
-
-void tell_when_terminated() {
-  std::lock_guard lock(terminating);
-  if (handler_before == nullptr) handler_before = std::set_terminate(&tell_and_terminate);
-}
-
-void stop_telling_when_terminated() {
-  std::lock_guard lock(terminating);
-  if (handler_before == nullptr || std::get_terminate() != &tell_and_terminate) return;
-  std::set_terminate(std::exchange(handler_before, nullptr));
-}
-
-namespace {
-
 [[noreturn]] void terminate_in_run_main() noexcept {
   if (const auto error = std::current_exception(); error && prints_one_line) end_with_one_line(error);
   if (handler_before_run_main != nullptr) handler_before_run_main();
@@ -128,6 +113,17 @@ class OneLineErrors {
 };
 
 }  // namespace
+
+void tell_when_terminated() {
+  std::lock_guard lock(terminating);
+  if (handler_before == nullptr) handler_before = std::set_terminate(&tell_and_terminate);
+}
+
+void stop_telling_when_terminated() {
+  std::lock_guard lock(terminating);
+  if (handler_before == nullptr || std::get_terminate() != &tell_and_terminate) return;
+  std::set_terminate(std::exchange(handler_before, nullptr));
+}
 
 // If no catch clause is on the stack, __cxa_throw() calls std::terminate() before it unwinds, while the groups still
 // exist. So this function must not catch exceptions, and must not be noexcept.

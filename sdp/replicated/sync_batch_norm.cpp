@@ -147,27 +147,6 @@ at::Tensor normalized(const at::Tensor& input, const NormTensors& tensors, doubl
   return Normalize::apply(input, scale, shift, &statistics, eps, group);
 }
 
-}  // namespace
-
-void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
-  require(input.dim() >= 2 && input.size(1) == options.num_features(), "SyncBatchNorm: an input of shape ",
-          input.sizes(), ", expected [N, ", options.num_features(), ", ...]");
-}
-
-at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
-  if (!is_training()) return BatchNormImplBase::forward(input);
-  _check_input_dim(input);
-  double factor = options.momentum().value_or(0);
-  if (num_batches_tracked.defined()) {
-    at::NoGradGuard no_grad;
-    num_batches_tracked += 1;
-    if (!options.momentum()) factor = 1.0 / num_batches_tracked.item<double>();
-  }
-  return normalized(input, {weight, bias, running_mean, running_var}, factor, options.eps(), group_);
-}
-
-namespace {
-
 // Stands in for a BatchNorm's running mean, or for its weight if there is no running mean. at::batch_norm() in the
 // module's forward() calls batch_norm() here: in training, with all ranks' statistics.
 class SyncedBatchNorm : public StandIn {
@@ -220,6 +199,23 @@ at::Tensor& anchor_of(Norm& norm) {
 }
 
 }  // namespace
+
+void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
+  require(input.dim() >= 2 && input.size(1) == options.num_features(), "SyncBatchNorm: an input of shape ",
+          input.sizes(), ", expected [N, ", options.num_features(), ", ...]");
+}
+
+at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
+  if (!is_training()) return BatchNormImplBase::forward(input);
+  _check_input_dim(input);
+  double factor = options.momentum().value_or(0);
+  if (num_batches_tracked.defined()) {
+    at::NoGradGuard no_grad;
+    num_batches_tracked += 1;
+    if (!options.momentum()) factor = 1.0 / num_batches_tracked.item<double>();
+  }
+  return normalized(input, {weight, bias, running_mean, running_var}, factor, options.eps(), group_);
+}
 
 int convert_sync_batch_norm(torch::nn::Module& module, Communicator& comm) {
   std::string without;

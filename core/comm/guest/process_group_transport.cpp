@@ -252,17 +252,6 @@ class ProcessGroupTransport : public Transport {
   const PartOfGroup part_;
 };
 
-}  // namespace
-
-std::shared_ptr<TransportSource> process_group_transports(c10::intrusive_ptr<c10d::ProcessGroup> group) {
-  return std::make_shared<TransportSource>(
-      [group = std::move(group), shared = std::make_shared<SharedByParts>()](const PartOfGroup& part) {
-        return std::make_unique<ProcessGroupTransport>(group, shared, part);
-      });
-}
-
-namespace {
-
 // Returns the sum of all ranks' tensors, in host memory.
 at::Tensor sum_in_time(c10d::ProcessGroup& group, const at::Tensor& tensor, at::Device device, milliseconds timeout) {
   Tensors tensors{tensor.to(device)};
@@ -278,6 +267,13 @@ at::Tensor sum_in_time(c10d::ProcessGroup& group, const at::Tensor& tensor, at::
 }
 
 }  // namespace
+
+std::shared_ptr<TransportSource> process_group_transports(c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  return std::make_shared<TransportSource>(
+      [group = std::move(group), shared = std::make_shared<SharedByParts>()](const PartOfGroup& part) {
+        return std::make_unique<ProcessGroupTransport>(group, shared, part);
+      });
+}
 
 TextExchange exchange_over(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device,
                            milliseconds timeout) {
