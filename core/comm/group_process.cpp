@@ -28,7 +28,7 @@ namespace {
 
 std::mutex counting;
 int live_groups TESSERA_GUARDED_BY(counting) = 0;
-std::vector<void (*)()> after_last_group TESSERA_GUARDED_BY(counting);
+void (*after_last_group)() TESSERA_GUARDED_BY(counting) = nullptr;  // no destructor: a static group may end later
 
 }  // namespace
 
@@ -38,17 +38,17 @@ LiveGroup::LiveGroup() {
 }
 
 LiveGroup::~LiveGroup() {
-  std::vector<void (*)()> due;
+  void (*due)() = nullptr;
   {
     std::lock_guard lock(counting);
-    if (--live_groups == 0) due.swap(after_last_group);
+    if (--live_groups == 0) due = std::exchange(after_last_group, nullptr);
   }
-  for (auto* const act : due) act();
+  if (due != nullptr) due();
 }
 
 void call_after_last_group(void (*act)()) {
   std::lock_guard lock(counting);
-  after_last_group.push_back(act);
+  after_last_group = act;
 }
 
 std::string ranks_text(const std::vector<int>& ranks) {

@@ -33,7 +33,8 @@ class LiveGroup {
   LiveGroup& operator=(const LiveGroup&) = delete;
 };
 
-// Registers `act` to be called once, when this process destroys its last group. A group must exist. Thread-safe.
+// Sets the only function that is called, once, when this process destroys its last group. A group must exist.
+// Thread-safe.
 void call_after_last_group(void (*act)());
 
 // Returns "rank 3" or "ranks 0, 1, 2". Names the first eight ranks and counts the others, as in "ranks ... and 5 more".

@@ -18,6 +18,7 @@
 //   beats    kills itself while the others are in a wait that no transport ends: the heartbeats of a Watchdog end it
 //   late     as throw, while the last rank is busy for two seconds
 //   linger   all end without error, the others three seconds later
+//   static   all end without error after stop_requested(); a static object destroys the group
 //   leave    ends without error while the others continue, the last rank after two seconds
 //   absent   ends without error before it joins the others
 //   torn     ends during a large message, which it cannot read to the end
@@ -54,6 +55,8 @@
 #include "core/comm/watchdog/watchdog.h"
 
 namespace {
+
+std::shared_ptr<tessera::Communicator> group_of_process;
 
 struct Arguments {
   int spawn = 0;
@@ -261,6 +264,10 @@ int main(int argc, char** argv) {
     ::signal(SIGUSR1, SIG_IGN);
   }
   if (arguments.mode == "ok") return 0;
+  if (arguments.mode == "static") {
+    group_of_process = comm;
+    return tessera::stop_requested(comm);
+  }
   if (arguments.mode == "linger") {
     if (!chosen) std::this_thread::sleep_for(std::chrono::seconds(3));
     return 0;

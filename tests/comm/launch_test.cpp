@@ -114,6 +114,12 @@ TEST(SpawnLocal, RunsAllRanks) {
   }
 }
 
+// A program's static objects are initialized before the library's, so they are destroyed after those.
+TEST(SpawnLocal, AStaticObjectMayDestroyTheGroup) {
+  ChildProcess program({kProgram, "--spawn", "2", "static"});
+  EXPECT_EQ(program.wait(), 0) << program.output();
+}
+
 TEST(SpawnLocal, DividesTheCoresUnlessTold) {
   ChildProcess program({kProgram, "--spawn", "2"}, {{"OMP_NUM_THREADS", "7"}});
   EXPECT_EQ(program.wait(), 0);
