@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <mutex>
-#include <utility>
 
 #include <tessera/host_results.h>
 #include <tessera/launch.h>
@@ -31,7 +30,7 @@ struct StopSignal {
 std::mutex catching;
 int holders TESSERA_GUARDED_BY(catching) = 0;
 StopSignal stop_signals[] TESSERA_GUARDED_BY(catching) = {{SIGINT}, {SIGTERM}, {SIGUSR1}};
-bool is_held_for_groups TESSERA_GUARDED_BY(catching) = false;
+std::atomic<bool> is_held_for_groups = false;
 
 // Installs our handler, unless the program handles or ignores the signal.
 void catch_signal(StopSignal& stop) {
@@ -50,50 +49,33 @@ void release_signal(const StopSignal& stop) {
     ::sigaction(stop.signal, &stop.before, nullptr);
 }
 
-// The callers of add_holder() and remove_holder() must lock `catching`.
-void add_holder() {
-  if (holders++ > 0) return;
-  received = 0;
-  for (StopSignal& stop : stop_signals) catch_signal(stop);
-}
-
-void remove_holder() {
-  if (--holders > 0) return;
-  for (const StopSignal& stop : stop_signals) release_signal(stop);
-}
-
-void release_for_groups() {
-  std::lock_guard lock(catching);
-  is_held_for_groups = false;
-  remove_holder();
-}
-
-// Catches the signals until the last group of this process ends.
-void catch_for_groups() {
-  std::lock_guard lock(catching);
-  if (std::exchange(is_held_for_groups, true)) return;
-  add_holder();
-  call_after_last_group(&release_for_groups);
-}
-
 }  // namespace
 
 namespace internal {
 
 void catch_stop_signals() {
   std::lock_guard lock(catching);
-  add_holder();
+  if (holders++ > 0) return;
+  received = 0;
+  for (StopSignal& stop : stop_signals) catch_signal(stop);
 }
 
 void release_stop_signals() {
   std::lock_guard lock(catching);
-  remove_holder();
+  if (--holders > 0) return;
+  for (const StopSignal& stop : stop_signals) release_signal(stop);
 }
 
 }  // namespace internal
 
 int stop_requested(Communicator& comm) {
-  catch_for_groups();
+  if (!is_held_for_groups.exchange(true)) {  // catches the signals until the last group of this process ends
+    catch_stop_signals();
+    call_after_last_group([] {
+      is_held_for_groups = false;
+      release_stop_signals();
+    });
+  }
   const int own = received;
   if (comm.size() == 1) return own;
   const at::Tensor signal = at::full({1}, own, at::TensorOptions(at::kCPU).dtype(at::kInt));
