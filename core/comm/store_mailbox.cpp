@@ -1,10 +1,10 @@
 #include "core/comm/store_mailbox.h"
 
-#include <c10/util/Exception.h>
-
+#include <exception>
 #include <stdexcept>
 #include <utility>
 
+#include "core/comm/group_process.h"
 #include "core/comm/store_client.h"
 
 namespace tessera::internal {
@@ -28,9 +28,9 @@ auto StoreMailbox::reach(const std::string& name, Act act) const {
   const std::string key = "tessera/notes/" + topic_ + "/" + name;
   try {
     return act(key);
-  } catch (const c10::Error& error) {
+  } catch (const std::exception&) {  // a store of the program may throw any exception
     throw CommError("the group's store, in rank 0's process or the launcher's, does not answer about '" + topic_ + "/" +
-                    name + "': " + error.what_without_backtrace());
+                    name + "': " + text_of(std::current_exception()));
   }
 }
 

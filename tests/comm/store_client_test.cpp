@@ -217,6 +217,25 @@ TEST(StoreMailbox, FindDoesNotWaitForATextThatWasRemoved) {
   EXPECT_EQ(notes.find("name"), std::nullopt);
 }
 
+// As a store of the program that throws an exception of its own.
+class LostStore : public c10d::HashStore {
+ public:
+  int64_t add(const std::string& key, int64_t value) override {
+    if (is_lost) throw std::runtime_error("the server has ended");
+    return HashStore::add(key, value);
+  }
+  std::atomic<bool> is_lost = false;
+};
+
+TEST(StoreMailbox, AnyExceptionOfTheStoreIsACommError) {
+  const auto store = c10::make_intrusive<LostStore>();
+  const auto comm = make_gloo_communicator(store, 0, 1, {.timeout = 2s});
+  const StoreMailbox notes(*comm, "topic");
+  EXPECT_EQ(notes.add("number", 1), 1);
+  store->is_lost = true;
+  EXPECT_THROW(notes.add("number", 1), CommError);
+}
+
 // Stops a child for longer than any gap that counts.
 TEST(RunClock, StandsStillWhileTheProcessIsStopped) {
   const pid_t child = ::fork();
