@@ -88,12 +88,12 @@ class RemotePartial : public PartialCheckpoint {
     has_asked_ = true;
     try {
       storage.put(target_ / kManifestName, format_manifest(manifest), /*durable=*/true);
+      storage.remove(path_ / kDraftName);
     } catch (const CheckpointError&) {
       // Despite the error, the manifest may have been written. The save is then complete, and its files must stay.
       if (named_folder(target_) != manifest.folder) throw;
     }
     is_committed_ = true;
-    storage.remove(path_ / kDraftName);
   }
 
  private:

@@ -28,6 +28,33 @@ class CheckpointStorage : public ::testing::Test {
   const fs::path folder_;
 };
 
+// Refuses to remove drafts, as a bucket does without the permission to delete objects.
+class UndeletingStorage : public Storage {
+ public:
+  explicit UndeletingStorage(ThrowFailure fail) : Storage(fail), files_(make_memory_storage(fail)) {}
+  std::unique_ptr<InputFile> open(const fs::path& path) const override { return files_->open(path); }
+  std::unique_ptr<OutputFile> create(const fs::path& path, int64_t start_bytes, int64_t bytes) const override {
+    return files_->create(path, start_bytes, bytes);
+  }
+  void put(const fs::path& path, std::string_view text, bool durable) const override {
+    files_->put(path, text, durable);
+  }
+  std::string beginning(const fs::path& path, int64_t max_bytes) const override {
+    return files_->beginning(path, max_bytes);
+  }
+  bool exists(const fs::path& file) const override { return files_->exists(file); }
+  std::vector<std::string> list(const fs::path& folder) const override { return files_->list(folder); }
+  void remove(const fs::path& file) const override {
+    if (file.filename() == kDraftName) refuse(file, FileAction::kWrite, "403 AccessDenied");
+    files_->remove(file);
+  }
+  void remove_all(const fs::path& folder) const override { files_->remove_all(folder); }
+  int reading_threads() const override { return 1; }
+
+ private:
+  const std::unique_ptr<Storage> files_;
+};
+
 // Trained for one step of AdamW.
 struct Trained {
   Trained(const std::shared_ptr<Communicator>& comm, uint64_t seed)
@@ -115,6 +142,20 @@ TEST_F(CheckpointStorage, TheManifestIsTheCommit) {
     expect_contains(error_of<CheckpointError>([&] { newest(); }), "none of its checkpoints can be read");
     expect_contains(error_of<CheckpointError>([&] { load_checkpoint(at("a"), trained.fsdp); }), "has no tessera.json");
     expect_contains(error_of<CheckpointError>([&] { load_checkpoint(at("none"), trained.fsdp); }), "there is nothing");
+  });
+}
+
+TEST_F(CheckpointStorage, ASaveIsCompleteThoughItsDraftStays) {
+  register_storage("undeleting", [](ThrowFailure fail) -> std::unique_ptr<Storage> {
+    return std::make_unique<UndeletingStorage>(fail);
+  });
+  const fs::path target = "undeleting://run/a";
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    for (int n = 1; n <= 2; ++n) {
+      save_checkpoint(target, model, {{"value", n}});
+      EXPECT_EQ(load_checkpoint(target, model)["value"], n);
+    }
   });
 }
 
