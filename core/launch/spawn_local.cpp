@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
@@ -52,8 +53,8 @@ constexpr std::chrono::seconds kOwnStore{10};  // timeout for calls of the store
 constexpr int kPollIntervalMs = 100;
 constexpr int kForwardedSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGUSR1};
 
-[[noreturn]] void throw_errno(const char* call) {
-  throw std::system_error(errno, std::generic_category(), std::string("tessera::spawn_local: ") + call);
+[[noreturn]] void throw_errno(const char* call, int error = errno) {
+  throw std::system_error(error, std::generic_category(), std::string("tessera::spawn_local: ") + call);
 }
 
 // The store's listening socket. It is bound before the ranks start, because the ranks need its port. Their connections
@@ -70,8 +71,7 @@ class ListeningSocket {
         ::getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
       const int error = errno;
       close();
-      errno = error;
-      throw_errno("bind to a free port of 127.0.0.1");
+      throw_errno("bind to a free port of 127.0.0.1", error);
     }
     port_ = ntohs(address.sin_port);
   }
@@ -92,6 +92,15 @@ class ListeningSocket {
   int port_ = 0;
 };
 
+std::atomic<pthread_t> supervisor;  // the thread of supervise()
+
+// Handles a signal in another thread, which does not block it: queues it for supervise(), with its origin as the value.
+extern "C" void pass_to_supervisor(int signal, siginfo_t* info, void*) {
+  ::pthread_sigqueue(supervisor, signal, {.sival_int = info->si_code});
+}
+
+void set_action(int signal, const struct sigaction& action) { ::sigaction(signal, &action, nullptr); }
+
 // Blocks the forwarded signals until the end of the scope, because supervise() reads them from a descriptor. Signals
 // that the caller ignores (SIGHUP under nohup) stay ignored.
 class BlockedSignals {
@@ -102,17 +111,29 @@ class BlockedSignals {
     for (const int signal : kForwardedSignals) {
       struct sigaction action {};
       ::sigaction(signal, nullptr, &action);
-      if (action.sa_handler != SIG_IGN) sigaddset(&waited, signal);
+      if (action.sa_handler == SIG_IGN) continue;
+      sigaddset(&waited, signal);
+      old_actions_[signal] = action;
     }
-    ::pthread_sigmask(SIG_BLOCK, &waited, &old_mask_);
     fd_ = ::signalfd(-1, &waited, SFD_CLOEXEC | SFD_NONBLOCK);
     if (fd_ < 0) throw_errno("signalfd");
+    ::pthread_sigmask(SIG_BLOCK, &waited, &old_mask_);
   }
   BlockedSignals(const BlockedSignals&) = delete;
   BlockedSignals& operator=(const BlockedSignals&) = delete;
   ~BlockedSignals() {
+    for (const auto& [signal, action] : old_actions_) set_action(signal, action);
     ::pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr);
     ::close(fd_);
+  }
+
+  // Lets other threads of the program pass the signals on. Must be called after the fork of the keeper.
+  void collect() {
+    supervisor = ::pthread_self();
+    struct sigaction passing {};
+    passing.sa_sigaction = &pass_to_supervisor;
+    passing.sa_flags = SA_SIGINFO | SA_RESTART;
+    for (const auto& [signal, action] : old_actions_) set_action(signal, passing);
   }
 
   int fd() const noexcept { return fd_; }
@@ -121,6 +142,7 @@ class BlockedSignals {
  private:
   int fd_ = -1;
   sigset_t old_mask_{};
+  std::map<int, struct sigaction> old_actions_;  // by signal
 };
 
 // Returns a child's environment as NAME=value texts: that of this process, with new values of torchrun's variables.
@@ -252,9 +274,7 @@ void Keeper::run() const {
   for (const int signal : {SIGCHLD, SIGUSR2, SIGRTMIN}) sigaddset(&waited, signal);
   for (const int signal : kForwardedSignals) sigaddset(&waited, signal);
   ::pthread_sigmask(SIG_SETMASK, &all, nullptr);
-  struct sigaction action {};
-  action.sa_handler = SIG_DFL;
-  ::sigaction(SIGCHLD, &action, nullptr);
+  set_action(SIGCHLD, {});  // the default action
 
   for (size_t rank = 0; rank < programs.size(); ++rank) start(rank, programs[rank].environment);
   // Closes the inherited descriptors, above all the store's socket, which the keeper must not keep open.
@@ -304,10 +324,9 @@ class Ranks {
     if (keeper_ == 0) keeper.run();
     const int error = errno;
     ::close(fds[1]);
-    errno = error;
     if (keeper_ > 0) return;
     ::close(reports_fd_);
-    throw_errno("fork");
+    throw_errno("fork", error);
   }
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
@@ -330,7 +349,7 @@ class Ranks {
       signalfd_siginfo signal{};
       if (fds[0].revents != 0) goes_on = read_report();
       if (::read(signals_fd, &signal, sizeof(signal)) == sizeof(signal))
-        interrupt(static_cast<int>(signal.ssi_signo), signal.ssi_code);
+        interrupt(static_cast<int>(signal.ssi_signo), signal.ssi_code == SI_QUEUE ? signal.ssi_int : signal.ssi_code);
       if (kill_at_ && RunClock::now() >= *kill_at_) kill_rest();
     }
     int status = 0;
@@ -363,8 +382,7 @@ class Ranks {
     if (report.kind == Report::kFailed && is_restarted) {
       say(c10::str("rank ", report.rank, " could not be started again: ", std::strerror(report.status)));
     } else if (report.kind == Report::kFailed) {
-      errno = report.status;
-      throw_errno("fork");
+      throw_errno("fork", report.status);
     }
     pid = report.kind == Report::kStarted ? report.pid : 0;
     if (report.kind == Report::kEnded) note_end(report);
@@ -406,8 +424,7 @@ class Ranks {
     signal_ = signal;
     if (is_warning) return send(signal);
     // A key such as Ctrl-C has signalled the terminal's whole foreground process group, which includes the ranks.
-    if (origin == SI_KERNEL) signal = 0;
-    end_rest(signal, grace_);
+    end_rest(origin == SI_KERNEL ? 0 : signal, grace_);
   }
 
   void end_rest(int signal, std::chrono::milliseconds grace) {
@@ -476,8 +493,9 @@ int internal::spawn_surviving(int world, int argc, char** argv, std::chrono::mil
     restart_pointers.push_back(pointers_to(restart_environments.back()));
     programs.push_back({path.c_str(), arguments.data(), pointers.back().data(), restart_pointers.back().data()});
   }
-  const BlockedSignals signals;
+  BlockedSignals signals;
   Ranks ranks(programs, signals, socket, grace, survival);
+  signals.collect();
   const auto store = serve(socket);  // after the fork, which would not copy the store's threads
   return ranks.supervise(signals.fd(), [&](int rank) {
     try {

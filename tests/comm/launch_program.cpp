@@ -25,6 +25,7 @@
 //   one-line throws in run_main(), while the others are in collectives
 //   one-line-all   all throw in run_main(); one-line-exit: all return 3; one-line-empty: all throw without a message
 //   until-stopped  all loop until stop_requested(), save for a second, and return 128 + signal
+//   beside   as until-stopped; each process has another thread, started before spawn_local()
 // The other ranks continue with collectives until these fail ("hang": they hang as well).
 
 #include <signal.h>
@@ -234,12 +235,16 @@ int main(int argc, char** argv) {
         if (::waitpid(-1, nullptr, 0) <= 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }).detach();
   }
+  if (arguments.mode == "beside")
+    std::thread([] {
+      for (;;) ::pause();
+    }).detach();
   if (arguments.spawn != 0 && !tessera::launched())
     return tessera::spawn_local(arguments.spawn, argc, argv, std::chrono::milliseconds(arguments.grace_ms));
   if (arguments.mode == "spawn-again") return tessera::spawn_local(2, argc, argv);
 
   if (arguments.mode.starts_with("one-line")) return run_to_a_failure(arguments.mode, arguments.rank);
-  if (arguments.mode == "until-stopped") return run_until_stopped();
+  if (arguments.mode == "until-stopped" || arguments.mode == "beside") return run_until_stopped();
   if (arguments.mode == "absent") {
     say("begins");
     const char* rank = std::getenv("RANK");

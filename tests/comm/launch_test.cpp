@@ -257,6 +257,15 @@ TEST(SpawnLocal, RanksSaveBeforeTheyStop) {
   EXPECT_EQ(late.printed("did not end; killing it"), 2) << late.output();
 }
 
+// The kernel gives the signal to the other thread, because the thread of spawn_local() blocks it.
+TEST(SpawnLocal, ForwardsASignalThatAnotherThreadGets) {
+  ChildProcess program({kProgram, "--spawn", "2", "--grace-ms", "20000", "beside"});
+  ASSERT_TRUE(program.await("loops", 2)) << program.output();
+  ::kill(program.pid(), SIGTERM);
+  EXPECT_EQ(program.wait(seconds(30)), 128 + SIGTERM) << program.output();
+  EXPECT_EQ(program.printed("saved at step "), 2) << program.output();
+}
+
 // SIGUSR1 is a warning: a rank that fails after it ends the others, and gives the exit code.
 TEST(SpawnLocal, ARankThatDiesAfterAWarningEndsTheOthers) {
   ChildProcess program({kProgram, "--spawn", "3", "--grace-ms", "500", "stubborn"});
