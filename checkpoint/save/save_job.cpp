@@ -15,6 +15,7 @@
 #include "checkpoint/save/saved_part.h"
 #include "checkpoint/state/saved_state.h"
 #include "core/comm/agreement.h"
+#include "core/comm/group_process.h"
 #include "core/runtime/require.h"
 #include "core/runtime/stream_uses.h"
 #include "core/runtime/warn.h"
@@ -68,7 +69,7 @@ std::shared_ptr<SaveJob> SaveJob::begin(const fs::path& dir, std::shared_ptr<Com
                                         const SaveOptions& options, bool is_async,
                                         const std::vector<std::string>& objects) {
   comm->require_values("saving the checkpoint '" + dir.string() + "'");
-  std::shared_ptr<SaveJob> job(new SaveJob(dir, comm, options));
+  const auto job = make_group<SaveJob>(dir, comm, options);  // a child of fork() must not remove the save's files
   std::shared_ptr<SaveJob> before;
   std::shared_ptr<Removal> removal;
   std::string failure;
@@ -120,9 +121,8 @@ void SaveJob::hurry_save_of(const std::shared_ptr<Communicator>& comm) {
 SaveJob::~SaveJob() {
   join();
   const bool is_untold = !delivered_ && !result_.error.empty();
-  if (is_untold) {  // warns, because there may be no next save that could throw the error
+  if (is_untold)  // warns, because there may be no next save that could throw the error
     warn(c10::str(what_, " failed, and nobody has waited for it: ", result_.error));
-  }
   with_group_saves(comm_, [&](GroupSaves& saves) {
     if (is_untold) saves.failure = result_.error;
     if (at::Tensor memory = copies_.take_memory(); memory.defined()) saves.host = std::move(memory);

@@ -35,6 +35,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   // Blocks until the group's save in flight, if any, has ended, so that its checkpoint can be found. Not collective.
   // Does not throw the save's error: the save's PendingSave or the group's next save throws it.
   static void await_save_before(const std::shared_ptr<Communicator>& comm);
+  SaveJob(std::filesystem::path dir, std::shared_ptr<Communicator> comm, const SaveOptions& options);  // for begin()
   ~SaveJob();
   SaveJob(const SaveJob&) = delete;
   SaveJob& operator=(const SaveJob&) = delete;
@@ -58,7 +59,6 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   static void hurry_save_of(const std::shared_ptr<Communicator>& comm);
 
  private:
-  SaveJob(std::filesystem::path dir, std::shared_ptr<Communicator> comm, const SaveOptions& options);
   void join();
 
   void write_part();

@@ -1,4 +1,9 @@
 // Checkpoints in memory storage, which has the guarantees of an object store.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <optional>
 #include <thread>
 
 #include "checkpoint/format/entries.h"
@@ -28,10 +33,10 @@ class CheckpointStorage : public ::testing::Test {
   const fs::path folder_;
 };
 
-// Refuses to remove drafts, as a bucket does without the permission to delete objects.
-class UndeletingStorage : public Storage {
+// Memory storage, for classes that change some of its functions.
+class OtherStorage : public Storage {
  public:
-  explicit UndeletingStorage(ThrowFailure fail) : Storage(fail), files_(make_memory_storage(fail)) {}
+  explicit OtherStorage(ThrowFailure fail) : Storage(fail), files_(make_memory_storage(fail)) {}
   std::unique_ptr<InputFile> open(const fs::path& path) const override { return files_->open(path); }
   std::unique_ptr<OutputFile> create(const fs::path& path, int64_t start_bytes, int64_t bytes) const override {
     return files_->create(path, start_bytes, bytes);
@@ -44,16 +49,43 @@ class UndeletingStorage : public Storage {
   }
   bool exists(const fs::path& file) const override { return files_->exists(file); }
   std::vector<std::string> list(const fs::path& folder) const override { return files_->list(folder); }
-  void remove(const fs::path& file) const override {
-    if (file.filename() == kDraftName) refuse(file, FileAction::kWrite, "403 AccessDenied");
-    files_->remove(file);
-  }
+  void remove(const fs::path& file) const override { files_->remove(file); }
   void remove_all(const fs::path& folder) const override { files_->remove_all(folder); }
   int reading_threads() const override { return 1; }
 
  private:
   const std::unique_ptr<Storage> files_;
 };
+
+// Refuses to remove drafts, as a bucket does without the permission to delete objects.
+class UndeletingStorage : public OtherStorage {
+ public:
+  using OtherStorage::OtherStorage;
+  void remove(const fs::path& file) const override {
+    if (file.filename() == kDraftName) refuse(file, FileAction::kWrite, "403 AccessDenied");
+    OtherStorage::remove(file);
+  }
+};
+
+// Creates no file before `opened` is true.
+class ClosedStorage : public OtherStorage {
+ public:
+  using OtherStorage::OtherStorage;
+  std::unique_ptr<OutputFile> create(const fs::path& path, int64_t start_bytes, int64_t bytes) const override {
+    opened.wait(false);
+    return OtherStorage::create(path, start_bytes, bytes);
+  }
+  void remove_all(const fs::path& folder) const override {
+    has_removed = true;
+    OtherStorage::remove_all(folder);
+  }
+  static inline std::atomic<bool> opened = false, has_removed = false;
+};
+
+template <class Kind>
+std::unique_ptr<Storage> make(ThrowFailure fail) {
+  return std::make_unique<Kind>(fail);
+}
 
 // Trained for one step of AdamW.
 struct Trained {
@@ -146,9 +178,7 @@ TEST_F(CheckpointStorage, TheManifestIsTheCommit) {
 }
 
 TEST_F(CheckpointStorage, ASaveIsCompleteThoughItsDraftStays) {
-  register_storage("undeleting", [](ThrowFailure fail) -> std::unique_ptr<Storage> {
-    return std::make_unique<UndeletingStorage>(fail);
-  });
+  register_storage("undeleting", &make<UndeletingStorage>);
   const fs::path target = "undeleting://run/a";
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
@@ -156,6 +186,28 @@ TEST_F(CheckpointStorage, ASaveIsCompleteThoughItsDraftStays) {
       save_checkpoint(target, model, {{"value", n}});
       EXPECT_EQ(load_checkpoint(target, model)["value"], n);
     }
+  });
+}
+
+// The files of the save belong to the parent process.
+TEST_F(CheckpointStorage, AChildOfForkRemovesNothingOfASaveInFlight) {
+  register_storage("closed", &make<ClosedStorage>);
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    std::optional<PendingSave> save(save_checkpoint_async("closed://run/a", model, {{"value", 1}}));
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(20);
+      save.reset();
+      ::_exit(ClosedStorage::has_removed ? 1 : 0);
+    }
+    int status = -1;
+    EXPECT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0);
+    ClosedStorage::opened = true;
+    ClosedStorage::opened.notify_all();
+    save->wait();
+    EXPECT_EQ(load_checkpoint("closed://run/a", model)["value"], 1);
   });
 }
 
