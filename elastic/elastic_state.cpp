@@ -198,7 +198,7 @@ ElasticState::~ElasticState() = default;
 void ElasticState::start_server() {
   self_.id = to_hex(random_bits()) + to_hex(random_bits());
   self_.host = host_and_boot();
-  server_ = std::make_unique<PeerServer>(self_.address, self_.id, [this]() -> PeerServer::Session {
+  server_ = internal::make_group<PeerServer>(self_.address, self_.id, [this]() -> PeerServer::Session {
     auto receiver = std::make_shared<PartReceiver>(copies_);
     return [this, receiver](PeerMessage&& request) { return answer(*receiver, std::move(request)); };
   });

@@ -102,7 +102,7 @@ class ElasticState {
   at::Tensor staging_memory_;
   bool has_had_copies_ = false;
   int failures_at_step_ = 0;            // successive failures after the same step, none of which lost a rank
-  std::unique_ptr<PeerServer> server_;  // last: its threads use the members above
+  std::shared_ptr<PeerServer> server_;  // last: its threads use the members above; not destroyed by a child of fork()
 };
 
 // Implements ElasticRun, for one group.

@@ -12,8 +12,10 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
+#include "elastic/joining.h"
 #include "tests/elastic/elastic_ranks.h"
 
 namespace tessera::join_test {
@@ -182,6 +184,28 @@ TEST(ElasticJoin, ASpareMayStartBeforeTheNextRunInAFolder) {
                                             });
   EXPECT_EQ(codes, std::vector<int>(2, 0)) << warnings_of(folder, 2);
   EXPECT_EQ(segments_of(folder, 1).size(), 1U);
+}
+
+// Its connections belong to the parent process, which the other members must still reach.
+TEST(ElasticJoin, AChildOfForkMayDestroyItsElastic) {
+  const TemporaryFolder folder;
+  const pid_t member = ::fork();  // because this process must not start threads
+  if (member == 0) {
+    ::alarm(60);
+    ElasticOptions options = quick_options();
+    options.rendezvous = folder.path();
+    auto elastic = std::make_unique<Elastic>(c10::make_intrusive<c10d::HashStore>(), 0, 1, options);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      elastic.reset();
+      ::_exit(0);
+    }
+    ::waitpid(child, nullptr, 0);
+    ::_exit(internal::is_alive(internal::RunFile(folder.path())) ? 0 : 1);
+  }
+  int status = -1;
+  ::waitpid(member, &status, 0);
+  EXPECT_EQ(status, 0);
 }
 
 TEST(ElasticJoin, AProcessWithOtherOptionsIsRefusedByNameOnBothSides) {
