@@ -54,7 +54,7 @@ void Removal::join() {
   if (::getpid() == process_)
     thread_.join();
   else
-    thread_.detach();  // a forked child process does not have this thread
+    new (&thread_) std::thread;  // forgets the handle: in a child of fork(), another thread may have it
 }
 
 void await_removals_at_exit(const std::string& scheme) {

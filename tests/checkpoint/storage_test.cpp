@@ -9,6 +9,7 @@
 #include "checkpoint/format/entries.h"
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/load/offline.h"
+#include "checkpoint/save/group_saves.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
@@ -209,6 +210,30 @@ TEST_F(CheckpointStorage, AChildOfForkRemovesNothingOfASaveInFlight) {
     save->wait();
     EXPECT_EQ(load_checkpoint("closed://run/a", model)["value"], 1);
   });
+}
+
+// New threads of the child get the handles of the parent's threads.
+TEST(Removal, AChildOfForkLeavesItsOwnThreadsAlone) {
+#ifdef __SANITIZE_THREAD__
+  GTEST_SKIP() << "ThreadSanitizer still knows the parent's threads by these handles";
+#endif
+  std::optional<Removal> removal(std::in_place, [] {}, nullptr);
+  while (!removal->has_ended()) std::this_thread::yield();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(20);
+    std::atomic<bool> ends = false;
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 64; ++i) threads.emplace_back([&] { ends.wait(false); });
+    removal.reset();
+    ends = true;
+    ends.notify_all();
+    for (std::thread& thread : threads) thread.join();
+    ::_exit(0);
+  }
+  int status = -1;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
 }
 
 TEST_F(CheckpointStorage, KeepsTheNewestAndClearsAwayWhatDeadSavesLeft) {
