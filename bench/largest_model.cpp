@@ -88,7 +88,7 @@ Measured run_small(std::shared_ptr<tessera::Communicator> comm, int stage, const
   }
   Measured measured{zero.memory()};
   for (const auto& [parameter, state] : zero.optimizer().state())
-    for (const auto& [name, tensor] : tessera::internal::read_state(*state).tensors)
+    for (const auto& [name, tensor] : tessera::read_state(*state).tensors)
       measured.state_bytes += static_cast<int64_t>(tensor.nbytes());
   return measured;
 }

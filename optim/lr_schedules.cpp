@@ -9,6 +9,7 @@
 #include "core/runtime/require.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 // Limit of LRScheduler, which counts steps in an unsigned int.

@@ -9,7 +9,7 @@ namespace {
 int64_t bytes_of(torch::optim::Optimizer& optimizer) {
   int64_t bytes = 0;
   for (const auto& [parameter, state] : optimizer.state())
-    for (const auto& [name, tensor] : tessera::internal::read_state(*state).tensors)
+    for (const auto& [name, tensor] : tessera::read_state(*state).tensors)
       bytes += static_cast<int64_t>(tensor.nbytes());
   return bytes;
 }

@@ -4,7 +4,6 @@
 #include <utility>
 
 namespace tessera {
-using namespace internal;
 
 WrapPolicy wrap_by_size(int64_t min_numel) {
   if (min_numel < 1)

@@ -3,6 +3,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "optim/state/optimizer_state.h"
+
 namespace tessera {
 using namespace internal;
 

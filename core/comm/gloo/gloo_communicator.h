@@ -15,6 +15,7 @@
 #include "core/comm/gloo/operations_in_flight.h"
 #include "core/comm/gloo/reduction_pipeline.h"
 #include "core/comm/group_process.h"
+#include "core/comm/single_thread_checker.h"
 #include "core/comm/store_mailbox.h"
 #include "core/comm/watchdog/watchdog.h"
 

@@ -11,6 +11,8 @@
 
 namespace tessera::internal {
 
+class TransportSource;
+
 // Returns transports that carry a group's messages through the program's message library, such as MPI. Only the thread
 // that starts and awaits operations calls the library. Messages progress only while that thread waits.
 std::shared_ptr<TransportSource> message_transports(std::shared_ptr<MessageLibrary> library);
