@@ -12,12 +12,6 @@
 #include <stdexcept>
 
 namespace train_gpt {
-
-std::string lfs_problem(std::string_view beginning) {
-  if (!beginning.starts_with("version https://git-lfs")) return "";
-  return "is a pointer of Git LFS, not the file itself: fetch it by `git lfs pull`";
-}
-
 namespace {
 
 std::string shown(unsigned char byte) {

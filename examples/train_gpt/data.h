@@ -14,7 +14,10 @@
 namespace train_gpt {
 
 // Returns an error text if a file's first bytes are those of a Git LFS pointer; otherwise "".
-std::string lfs_problem(std::string_view beginning);
+inline std::string lfs_problem(std::string_view beginning) {
+  if (!beginning.starts_with("version https://git-lfs")) return "";
+  return "is a pointer of Git LFS, not the file itself: fetch it by `git lfs pull`";
+}
 
 // Maps text to tokens and back. A text's tokens are the bytes that occur in it, numbered in byte order. Tokens of a
 // token file have no known text: their text is their ids as numbers, separated by spaces.
