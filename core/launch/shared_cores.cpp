@@ -5,14 +5,18 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 
+#include "core/memory/container_limits.h"
 #include "core/runtime/guarded_by.h"
 
-namespace tessera::internal {
+namespace tessera {
+namespace internal {
 namespace {
 
 std::mutex sharing;
@@ -55,4 +59,12 @@ void stop_sharing_cores() {
   if (before != 0 && at::get_num_threads() == threads_set) at::set_num_threads(before);
 }
 
-}  // namespace tessera::internal
+}  // namespace internal
+
+int available_cores() {
+  const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));  // limited by affinity
+  const auto quota = internal::cpu_quota(internal::ControlGroups::of_this_process());
+  return quota && *quota < cores ? std::max(1, static_cast<int>(std::ceil(*quota))) : cores;
+}
+
+}  // namespace tessera

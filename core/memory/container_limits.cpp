@@ -1,17 +1,12 @@
 #include "core/memory/container_limits.h"
 
 #include <algorithm>
-#include <cmath>
 #include <fstream>
 #include <functional>
 #include <iterator>
 #include <sstream>
-#include <thread>
 
-#include <tessera/launch.h>
-
-namespace tessera {
-namespace internal {
+namespace tessera::internal {
 namespace {
 
 using std::filesystem::path;
@@ -96,12 +91,4 @@ int64_t MemoryLimit::needed_bytes() const {
   return used_bytes - named_value(stat, is_version_2 ? "inactive_file" : "total_inactive_file");
 }
 
-}  // namespace internal
-
-int available_cores() {
-  const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));  // limited by affinity
-  const auto quota = internal::cpu_quota(internal::ControlGroups::of_this_process());
-  return quota && *quota < cores ? std::max(1, static_cast<int>(std::ceil(*quota))) : cores;
-}
-
-}  // namespace tessera
+}  // namespace tessera::internal
