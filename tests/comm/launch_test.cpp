@@ -23,7 +23,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/memory/container_limits.h"
+#include <tessera/launch.h>
 #include "core/trace/trace.h"
 #include "core/trace/trace_file.h"
 #include "tests/support/built.h"

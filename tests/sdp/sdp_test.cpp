@@ -1,4 +1,5 @@
 #include "core/layout/partition.h"
+#include "optim/state/optimizer_state.h"
 #include "tests/support/large_copies.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"

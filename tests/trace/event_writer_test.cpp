@@ -27,7 +27,6 @@ extern "C" int ftruncate(int file, off_t bytes) noexcept {
 }
 
 namespace tessera::event_writer_test {
-using namespace internal;
 namespace {
 
 using testing_support::file_bytes;

@@ -6,7 +6,6 @@
 #include "tests/support/accelerator/accelerator.h"
 
 namespace tessera::accelerator {
-using namespace internal;
 namespace {
 
 class FailingSeed : public testing::EmptyTestEventListener {

@@ -14,7 +14,6 @@
 #include "tests/support/accelerator/memory.h"
 
 namespace tessera::accelerator {
-using namespace internal;
 namespace {
 
 constexpr int kMaxFrames = 48;

@@ -13,7 +13,6 @@
 #include "tests/support/accelerator/streams.h"
 
 namespace tessera::accelerator {
-using namespace internal;
 
 // The place of a request. Stores addresses, and finds the names of functions only in text().
 class CallStack {
