@@ -1,5 +1,4 @@
 // Construction of Scheduler, its observers, and calls by the user. The phases of a step are in scheduler.cpp.
-#include "core/runtime/require.h"
 #include "fsdp/scheduler.h"
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 
 #include "core/model/shard_norm.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
+#include "core/runtime/require.h"
 #include "fsdp/checks/parameter_checks.h"
 
 namespace tessera::internal {

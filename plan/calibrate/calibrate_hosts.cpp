@@ -1,4 +1,3 @@
-#include "core/runtime/require.h"
 #include "plan/calibrate/calibrate.h"
 
 #include <ATen/Parallel.h>
@@ -15,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/runtime/require.h"
 #include "plan/calibrate/calibrate_operators.h"
 #include "plan/calibrate/rank_timer.h"
 
