@@ -212,6 +212,15 @@ TEST(GuestProcessGroup, TrainsForcesInFp64UnderEveryWrapper) {
     });
 }
 
+// The copies of a shard are summed in a part of the process group. The layer's shards have more than 64 KiB.
+TEST(GuestProcessGroup, TrainsHybridShardsOfLargeLayers) {
+  constexpr int64_t kWide = 160;
+  with_process_groups({Kind::kForwarding}, 4, [&](const auto& group, LeastBackend&) {
+    const auto comm = communicator_from(group, {.timeout = 60s});
+    EXPECT_LT(difference_from_reference(train_forces(comm, Wrapper::kHybridFsdp, kWide), 4, kWide), 1e-12);
+  });
+}
+
 TEST(GuestProcessGroup, TakesABackendOfC10d) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   EXPECT_EQ(on_threads(2,

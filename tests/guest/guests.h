@@ -36,11 +36,13 @@ inline std::vector<std::string> on_threads(int world, const std::function<void(i
 
 inline std::vector<std::string> no_errors(int world) { return std::vector<std::string>(static_cast<size_t>(world)); }
 
+constexpr int64_t kWidth = 16;
+
 struct Surrogate : torch::nn::Module {
-  Surrogate() {
-    hidden = register_module("hidden", torch::nn::Linear(3, 16));
-    middle = register_module("middle", torch::nn::Linear(16, 16));
-    out = register_module("out", torch::nn::Linear(16, 1));
+  explicit Surrogate(int64_t width = kWidth) {
+    hidden = register_module("hidden", torch::nn::Linear(3, width));
+    middle = register_module("middle", torch::nn::Linear(width, width));
+    out = register_module("out", torch::nn::Linear(width, 1));
     to(at::kDouble);
     // The same values on every rank, without the generator, which threads share.
     for (const at::Tensor& parameter : parameters()) {
@@ -54,11 +56,12 @@ struct Surrogate : torch::nn::Module {
 
 inline at::Tensor inputs_of(int rank) { return torch::arange(24, at::kDouble).view({8, 3}).add(rank).mul(0.3).cos(); }
 
-enum class Wrapper { kDdp, kOssSdp, kFsdp };
+enum class Wrapper { kDdp, kOssSdp, kFsdp, kHybridFsdp };
 // Trains the model for a few steps in fp64. The loss has energies and forces, which are gradients of energies, so
 // backward computes second derivatives. Returns the parameters.
-inline std::vector<at::Tensor> train_forces(const std::shared_ptr<Communicator>& comm, Wrapper wrapper) {
-  auto model = std::make_shared<Surrogate>();
+inline std::vector<at::Tensor> train_forces(const std::shared_ptr<Communicator>& comm, Wrapper wrapper,
+                                            int64_t width = kWidth) {
+  auto model = std::make_shared<Surrogate>(width);
   const at::Tensor x = inputs_of(comm->rank()).requires_grad_();
   const auto step = [&](auto& wrapped, torch::optim::Optimizer& optimizer) {
     for (int i = 0; i < 3; ++i) {
@@ -73,8 +76,10 @@ inline std::vector<at::Tensor> train_forces(const std::shared_ptr<Communicator>&
   const auto keep = [&](const auto& parameters) {
     for (const at::Tensor& parameter : parameters) values.push_back(parameter.detach().clone());
   };
-  if (wrapper == Wrapper::kFsdp) {
-    FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+  if (wrapper == Wrapper::kFsdp || wrapper == Wrapper::kHybridFsdp) {
+    FsdpOptions options{.auto_wrap = wrap_modules<torch::nn::LinearImpl>()};
+    if (wrapper == Wrapper::kHybridFsdp) options.hybrid.ranks_per_copy = 2;
+    FullyShardedDataParallel fsdp(model, comm, options);
     torch::optim::Adam optimizer(fsdp.parameters(), 1e-2);
     step(fsdp, optimizer);
     const auto full = fsdp.summon_full_params();
@@ -94,8 +99,8 @@ inline std::vector<at::Tensor> train_forces(const std::shared_ptr<Communicator>&
 }
 
 // The largest difference from the same steps in one process, with the gradients of all ranks averaged.
-inline double difference_from_reference(const std::vector<at::Tensor>& values, int world) {
-  auto model = std::make_shared<Surrogate>();
+inline double difference_from_reference(const std::vector<at::Tensor>& values, int world, int64_t width = kWidth) {
+  auto model = std::make_shared<Surrogate>(width);
   torch::optim::Adam optimizer(model->parameters(), 1e-2);
   for (int i = 0; i < 3; ++i) {
     optimizer.zero_grad();
