@@ -14,7 +14,7 @@ namespace tessera::internal {
 //
 //   | p0 ..... pad | p1 .. pad | p2 ........ | pad |
 //   |   rank 0     |    rank 1     |    rank 2     |   kEvenly: FSDP's shards and reduce-scatters
-//   |   rank 0                 |       rank 2      |   kByOwner: OSS's broadcasts, SDP's reductions
+//   |   rank 0                 |       rank 2      |   kByOwner: OSS's all-gathers, SDP's reductions
 //   |          every rank                          |   kWhole: DDP
 //
 // Parameters start at multiples of `alignment_numel`. So a parameter in the buffer is aligned like an ordinary tensor,

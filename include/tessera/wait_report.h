@@ -47,7 +47,7 @@ class WaitReporter {
   explicit WaitReporter(Communicator& comm);  // starts the first interval; `comm` must outlive this object
 
   // Reports the interval since the last report or construction, for this group and the groups split from it.
-  // Collective: one all-gather of 112 bytes a rank, whose wait counts in the next report. Throws CommError.
+  // Collective: two small all-gathers, whose waits count in the next report. Throws CommError.
   WaitReport report();
 
  private:
