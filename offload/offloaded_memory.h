@@ -33,8 +33,7 @@ class OffloadedMemory {
   void keep_on_device(std::vector<bool> units) { kept_on_device_ = std::move(units); }
   bool is_kept_on_device(size_t unit) const { return unit < kept_on_device_.size() && kept_on_device_[unit]; }
 
-  // Return allocators of host or disk memory for an offloaded unit's shards and gradients; null if these are not
-  // offloaded.
+  // Return allocators of host or disk memory for a unit's shards and gradients; null if these are not offloaded.
   CountedBuffers::Memory shards(const std::string& unit);
   CountedBuffers::Memory low_precision_shards() { return options_.params ? on_host("the shards in 16 bit") : nullptr; }
   CountedBuffers::Memory gradients() { return options_.grads ? on_host("gradients") : nullptr; }

@@ -19,8 +19,7 @@ std::optional<std::string> safetensors_name(at::ScalarType dtype);
 // Parses the field "dtype" of a JSON object. Throws CheckpointError for an unknown dtype.
 at::ScalarType dtype_field(const JsonObject& fields);
 
-// Returns the size in bytes of a tensor with these sizes, or nullopt if the size, without dimensions of size 0, exceeds
-// 2^62.
+// Returns the bytes of a tensor with these sizes, or nullopt if the bytes, without dimensions of size 0, exceed 2^62.
 std::optional<int64_t> tensor_bytes(const std::vector<int64_t>& sizes, at::ScalarType dtype);
 
 // Throws std::invalid_argument if safetensors files do not support the dtype. The error text names `tensor`.

@@ -47,7 +47,7 @@ class SliceReader {
   struct Wanted {
     const std::string* name;
     const SavedTensor* tensor;
-    const SavedSlice* slice;  // null for a rank file, in whose header fetch_file() finds the slice
+    const SavedSlice* slice;  // null: fetch_file() reads it from the rank file's header
     Box box;                  // the slice's box
     Box part;
     char* target;

@@ -34,7 +34,7 @@ class GradientBuffer {
   };
   // A function that allocates a tensor [numel].
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
-  // If `as_views` is false, the gradients of several leaves are copied to separate tensors.
+  // If `as_views` is false, gradients of several leaves are separate copies, not views of one allocation.
   GradientBuffer(std::vector<Member> members, int64_t numel, at::ScalarType dtype, Memory memory, bool as_views = true);
 
   int64_t numel() const { return numel_; }

@@ -44,7 +44,8 @@ class GradientCollector {
   // Places a gradient of any layout. `is_recomputed` must be true if the reduction of the parameter's bucket has begun,
   // for example because backward recomputes a part of the model.
   void place(size_t parameter, const at::Tensor& gradient, bool is_recomputed);
-  // Must be called when a parameter's gradient was placed or is absent. After all trained members, the bucket is full.
+  // Must be called when a parameter's gradient was placed or is absent. When all trained members have arrived, the
+  // bucket is full.
   void note_arrival(size_t parameter);
 
   // Removes and returns the content of a bucket, with zeros for absent gradients.
@@ -194,9 +195,9 @@ class GradientReducer {
   void set_divisor(std::optional<double> divisor) { queue_.set_divisor(divisor); }  // see BucketCollectives
   const std::optional<double>& divisor() const { return queue_.divisor(); }
 
-  // Begins a pass, which reduces the buckets in `order`, then those that keep sums, then others in the order of their
-  // first gradients. Skips buckets in `order` without trained members, unless `frozen_too` is true. It must be true if
-  // any rank may call add_kept() for such a bucket.
+  // Begins a pass. It reduces the buckets in `order`, then those with sums of earlier passes, then others in the order
+  // of their first gradients. Skips buckets in `order` without trained members, unless `frozen_too` is true. It must be
+  // true if any rank may call add_kept() for such a bucket.
   void begin(const std::vector<size_t>& order, bool frozen_too = false);
   // Adds a parameter's gradient, of any layout. An undefined one adds nothing, but counts as an arrival. Returns
   // whether the bucket is full now. Throws std::logic_error if an observer has seen the bucket reduced.

@@ -281,7 +281,7 @@ void Keeper::run() const {
   for (const auto& [first, last] :
        {std::pair{3U, static_cast<unsigned>(reports_fd) - 1}, std::pair{static_cast<unsigned>(reports_fd) + 1, ~0U}})
     ::syscall(SYS_close_range, first, last, 0);
-  ::close(listening_fd);  // if the kernel has no close_range
+  ::close(listening_fd);  // needed only if the kernel has no close_range
   while (std::ranges::any_of(pids, [](pid_t pid) { return pid > 0; })) {
     siginfo_t info{};
     const int signal = ::sigwaitinfo(&waited, &info);

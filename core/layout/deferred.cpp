@@ -106,7 +106,8 @@ at::Tensor view_in(const at::Tensor& tensor, const Tape::View& view) {
   return view.is_negated ? at::_neg_view(viewed) : viewed;
 }
 
-// Moves the tape's tensors from the call's arguments to its views. Throws std::logic_error for deferred_from() tensors.
+// Replaces the tape's tensors in the call's arguments by entries of call.views. Throws std::logic_error for
+// deferred_from() tensors.
 void take_views(Tape& tape, Tape::Call& call) {
   for (size_t i = 0; i < call.arguments.size(); ++i) {
     size_t count = 0;
@@ -174,8 +175,7 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   if (!is_factory && !concerns) return op.callBoxed(stack);  // all tensors are ordinary
   if (device) {
     c10::IValue& target = torch::jit::peek(*stack, *device, count);
-    // The options() of a deferred tensor contain the meta device. Records the device of the call's first tensor
-    // instead.
+    // Records the device of the call's first tensor: the options() of a deferred tensor have the meta device.
     if (target.isDevice() && target.toDevice().is_meta()) call.arguments[*device] = call.device;
     if (is_factory || !target.isNone()) target = c10::Device(c10::kMeta);
   }

@@ -11,8 +11,7 @@ namespace tessera::internal {
 struct PinnedPoolOptions {
   // The device that copies to and from this memory.
   at::Device device = at::kCPU;
-  // Whether memory is page-locked, so that copies overlap with computation. Ignored on a CPU, which uses ordinary
-  // memory.
+  // Whether memory is page-locked, so that copies overlap with computation. Ignored on a CPU: memory is ordinary.
   bool pin = true;
   // Limit of the bytes that the pool owns, in use or idle. 0 means no limit. Must not be negative.
   int64_t limit_bytes = 0;

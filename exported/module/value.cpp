@@ -10,7 +10,7 @@ namespace {
   throw std::invalid_argument("ExportedValue: is " + value.kind() + ", expected " + expected);
 }
 
-// Returns the content of `value`, which `held` holds, as a T. Throws if the value is of another kind.
+// Returns the T in `held`, the content of `value`. Throws if the content is of another kind.
 template <class T>
 const T& held_as(const ExportedValue& value, const auto& held, const char* expected) {
   const T* const content = std::get_if<T>(&held);

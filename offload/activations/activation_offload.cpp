@@ -113,7 +113,7 @@ ActivationOffload::Fetch ActivationOffload::Pipeline::keep(const at::Tensor& ten
 }
 
 void ActivationOffload::Pipeline::start_fetch(Kept& kept) {
-  if (std::exchange(kept.is_leaving, false)) kept.copy.wait_on_device();  // the device memory still has the values
+  if (std::exchange(kept.is_leaving, false)) kept.copy.wait_on_device();  // the device memory is not freed yet
   if (kept.device.defined() || !kept.host.defined()) return;
   kept.device = at::empty({kept.host.numel()}, kept.host.options().device(kept.home).pinned_memory(false));
   kept.copy = copies_->to_device(kept.device, kept.host);

@@ -46,8 +46,7 @@ class DiskPager : public Pager {
   struct Entry;
 
  public:
-  // Throws std::invalid_argument for options out of range. Throws std::runtime_error if no file can be created in the
-  // directory.
+  // Throws std::invalid_argument for options out of range, and std::runtime_error if it cannot create the file.
   explicit DiskPager(DiskPagerOptions options);
   ~DiskPager() override;
 

@@ -28,7 +28,7 @@ std::vector<at::Tensor> chunks_of(const at::Tensor& tensor);
 // `out` must not be accessed between construction and completion.
 //
 // The staging memory for one peer is kStagingBytes / (ranks - 1), but at least kLeastAhead chunks and at most the
-// part's size. Receives are announced for as many chunks as fit into it. A peer waits to send further chunks.
+// part's size. Receives are announced for as many chunks as fit into that memory. A peer waits to send further chunks.
 class ReductionPipeline {
  public:
   using Message = std::shared_ptr<TransportMessage>;
