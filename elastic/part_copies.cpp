@@ -23,7 +23,7 @@ using nlohmann::json;
 namespace {
 
 constexpr int64_t kBlockBytes = SaveOptions{}.block_bytes;
-constexpr int64_t kSent = -1;  // in the place of a memory's index: the request itself contains the bytes
+constexpr int64_t kSent = -1;  // instead of the index of a memory: the bytes are in the request itself
 
 std::shared_ptr<CopiedPart> part_from_json(const json& fields) {
   auto part = std::make_shared<CopiedPart>();

@@ -398,7 +398,7 @@ at::Tensor Lbfgs::search(const LossClosure& closure, const Owners* owners) {
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "Lbfgs");
   const LbfgsOptions& options = options_of(param_groups()[0]);
-  const at::Tensor first_loss = loss_of(closure);  // its forward freezes and thaws shards as the module's parameters
+  const at::Tensor first_loss = loss_of(closure);  // must precede requires_grad(): forward updates the shards' flags
   std::vector<at::Tensor> own;
   for (const at::Tensor& parameter : param_groups()[0].params())
     if (parameter.requires_grad()) own.push_back(parameter);

@@ -15,8 +15,8 @@ namespace tessera::internal {
 namespace {
 
 constexpr int kSmallWorld = 4;     // up to this world size, all ranks are in one subgroup
-constexpr int kMostMissed = 5;     // beats of silence until await() looks for ended ranks, or after hurry() gives up
-constexpr double kLateBeat = 1.2;  // the same after hurry(): looks for ended ranks, or if all ranks leave gives up
+constexpr int kMostMissed = 5;     // silent beats until await() looks for ended ranks; after hurry(), until it gives up
+constexpr double kLateBeat = 1.2;  // after hurry(), silent beats until it looks; if all ranks leave, until it gives up
 
 }  // namespace
 

@@ -47,7 +47,7 @@ bool is_whole(const at::Tensor& tensor, const NamedShard& shard) {
 at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
   require_strided("'" + shard.fqn + "'", tensor);
   if (DiskPager::of(tensor) != nullptr) return tensor;
-  // is_whole() also compares sizes: in a world of one rank, a flat shard, which is in memory order, has all elements.
+  // A flat shard is in memory order. In a world of one rank it has all elements, so is_whole() also compares sizes.
   if (is_whole(tensor, shard)) return whole_in_memory_order(tensor, shard.strides);
   if (tensor.dim() == 1 && tensor.numel() == shard.held.numel()) return with_values_in_memory(tensor).contiguous();
   throw std::invalid_argument("the state of '" + shard.fqn + "' has the shape " + to_string(tensor.sizes().vec()) +

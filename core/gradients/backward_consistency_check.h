@@ -35,8 +35,8 @@ class BackwardConsistencyCheck {
   void forget_first_pass() { first_ = {}; }
 
   // Returns the parameters that any rank used, and the buckets that any rank recomputed. While the all-reduce is in
-  // flight, calls `meanwhile`, which returns whether this rank must know the result. If it need not, and
-  // refuse_uneven_use is off, returns on a device only this rank's use. Collective. Throws CommError. All ranks throw
+  // flight, calls `meanwhile`, which returns whether this rank must know the result. If not, and
+  // refuse_uneven_use is off, on a device returns only this rank's use. Collective. Throws CommError. All ranks throw
   // std::invalid_argument if their collectives differ (on a device, maybe in a later pass), or, under
   // refuse_uneven_use, their used parameters. Throws std::logic_error if a static graph changed.
   PassUse exchange(PassUse own, const std::function<bool()>& meanwhile);

@@ -123,7 +123,7 @@ at::Tensor QuantizedWeight::linear(const at::Tensor& input, const at::Tensor& bi
   if (format_ == WeightFormat::kFull) {
     result = at::linear(input, bytes_, bias);
   } else {
-    // Decodes outside FrozenLinear, whose no-grad mode makes wrappers see an evaluation.
+    // Decodes outside FrozenLinear, in whose no-grad mode wrappers would take this use for an evaluation.
     const at::Tensor values = base(input.scalar_type());
     result = c10::GradMode::is_enabled() && input.requires_grad()
                  ? FrozenLinear::apply(input, values, shared_from_this())

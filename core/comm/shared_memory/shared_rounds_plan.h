@@ -29,7 +29,7 @@ class SharedRoundsPlan {
   // Largest full tensor of an all-gather or reduce-scatter, in elements.
   int64_t most_numel() const { return most_numel_; }
   // Whether a full tensor is small enough for an all-reduce or reduce, in which each rank reads the full tensors of all
-  // other ranks. With over two ranks, the limit is that of an all-reduce that sends whole tensors as messages.
+  // other ranks. With over two ranks, `bytes` must not exceed 64 KiB.
   bool reduces(int64_t numel, int64_t bytes) const;
 
   size_t arrivals(uint64_t round) const { return kLineBytes * (round % kRounds); }
