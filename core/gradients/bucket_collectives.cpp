@@ -63,7 +63,8 @@ Pending BucketCollectives::reduce_to_owner(PendingReduction& reduction, const Gr
   return mesh_.shard->reduce(encoded(reduction, *plan.route.codec), plan.owner, op(), plan.name);
 }
 
-// Reduces by a reduce-scatter whose only nonempty shard is the owner's, which sends gradients from autograd's memory.
+// Reduces by a reduce-scatter in which only the owner's shard has elements. So the owner receives the sum in other
+// memory than the gradients that it sends, which are in autograd's memory.
 Pending BucketCollectives::reduce_apart(PendingReduction& reduction, const GradientBucket& plan) const {
   const at::Tensor& full = reduction.content.parts[0].values;
   std::vector<int64_t> counts(mesh_.shard->size(), 0);

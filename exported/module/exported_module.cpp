@@ -104,7 +104,7 @@ class ExportedProgram {
   struct Output {
     OutputKind kind = OutputKind::kResult;
     size_t index = 0;                               // index of the written tensor in `state`, or in the user inputs
-    torch::nn::Module* only_in_training = nullptr;  // set only for a batch counter: its module
+    torch::nn::Module* only_in_training = nullptr;  // the module of a batch counter; else null
   };
 
   std::vector<StateTensor> state;
