@@ -24,7 +24,7 @@ std::vector<Unit*> units_of(const std::vector<Page*>& pages, const ShardedModel&
 
 // ---- events -------------------------------------------------------------------------------------
 
-void Scheduler::use(const std::vector<Page*>& pages) {
+std::shared_ptr<void> Scheduler::use(const std::vector<Page*>& pages) {
   std::lock_guard lock(mutex_);
   const Page::GradMode mode = current_grad_mode();
   NoGradNoInferenceGuard quiet;
@@ -50,6 +50,7 @@ void Scheduler::use(const std::vector<Page*>& pages) {
     for (Unit* unit : needed) gradients_.expect(*unit);
   unsharded_.use(needed, mode, backward);
   for (const Page* page : pages) require_attached(*model_.units()[page->id()], *page, model_.rank_text());
+  return nullptr;
 }
 
 bool Scheduler::refuse(const Page& page, const at::Tensor& view, const std::string& operation) {

@@ -75,7 +75,7 @@ class Scheduler : public Pager, public BackwardPass {
   static std::shared_ptr<Scheduler> wrap(torch::nn::Module& module, std::shared_ptr<Communicator> comm,
                                          const FsdpOptions& options);
 
-  void use(const std::vector<Page*>& pages) override;
+  std::shared_ptr<void> use(const std::vector<Page*>& pages) override;
   bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
   void before_write(int index) override;
   void set_divisor(double divisor) override;

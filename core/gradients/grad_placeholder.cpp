@@ -58,7 +58,7 @@ void GradPlaceholder::take_out(size_t index, const at::Tensor& leaf) {
   leaf.mutable_grad().reset();
 }
 
-void GradPlaceholder::use(const std::vector<Page*>& pages) {
+std::shared_ptr<void> GradPlaceholder::use(const std::vector<Page*>& pages) {
   throw std::logic_error(events_.reason(static_cast<size_t>(pages[0]->id())));
 }
 

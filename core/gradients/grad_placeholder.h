@@ -52,7 +52,7 @@ class GradPlaceholder : public Pager, public std::enable_shared_from_this<GradPl
   // Removes the placeholder, so that leaf.grad is undefined. A no-op if leaf.grad is another tensor.
   void take_out(size_t index, const at::Tensor& leaf);
 
-  void use(const std::vector<Page*>& pages) override;
+  std::shared_ptr<void> use(const std::vector<Page*>& pages) override;
   bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
 
  private:

@@ -128,8 +128,10 @@ void for_each_paged(const c10::FunctionSchema& schema, const torch::jit::Stack& 
     });
 }
 
+using Uses = std::vector<std::shared_ptr<void>>;  // results of Pager::use()
+
 // Calls Pager::use() once for each pager, with all of the pager's pages that are among the arguments.
-void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, Uses& uses) {
   std::vector<Page*> pages;
   for_each_paged(schema, stack, [&](Page::State& state, const at::Tensor&, bool) {
     if (!state.is_always_there() && !state.stand_in.values && std::ranges::find(pages, state.page) == pages.end())
@@ -139,7 +141,7 @@ void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
     Pager* pager = pages.front()->pager();
     const auto others =
         std::stable_partition(pages.begin(), pages.end(), [&](Page* page) { return page->pager() == pager; });
-    pager->use({pages.begin(), others});
+    if (auto use = pager->use({pages.begin(), others})) uses.push_back(std::move(use));
     pages.erase(pages.begin(), others);
   }
 }
@@ -148,6 +150,7 @@ struct PagedIn {
   at::ScalarType from{}, to{};  // dtypes between which activations are converted; equal: no conversion
   bool is_done = false;         // whether the pager did the operator's work
   bool has_stand_ins = false;
+  Uses uses;
 };
 
 PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
@@ -181,7 +184,7 @@ PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stac
                   (state.device.is_cpu() ||
                    state.current.stream.load(std::memory_order_relaxed) == current_stream_on(state.device));
   });
-  if (!all_current && !result.is_done) report(schema, stack);
+  if (!all_current && !result.is_done) report(schema, stack, result.uses);
   return result;
 }
 
@@ -208,7 +211,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     const at::Tensor source = torch::jit::pop(*stack).toTensor();
     return stack->back().toTensor().set_data(source);  // the pager finds and checks the change
   }
-  const auto [from, to, is_done, has_stand_ins] = page_in(op.schema(), *stack);
+  const auto [from, to, is_done, has_stand_ins, uses] = page_in(op.schema(), *stack);
   if (has_stand_ins) return call_with_stand_ins(op, stack);
   if (is_done) return;  // zero_() returns its argument, which is on the stack
   const bool converts =

@@ -129,8 +129,9 @@ class Page {
 class Pager {
  public:
   virtual ~Pager() = default;
-  // Must attach `pages`, which one operator needs. Exceptions propagate to the operator's caller.
-  virtual void use(const std::vector<Page*>& pages) = 0;
+  // Must attach `pages`, which one operator needs. Exceptions propagate to the operator's caller. The result, which may
+  // be null, is destroyed when the operator ends.
+  virtual std::shared_ptr<void> use(const std::vector<Page*>& pages) = 0;
   // Called before a write to a read-only page. Throws std::logic_error, naming the parameter, to refuse. Returns true
   // if this call did the operator's work (zero_()), and false if the operator replaces the storage (set_()).
   virtual bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) = 0;

@@ -76,7 +76,7 @@ bool sets_another_dtype(const c10::OperatorHandle& op, const torch::jit::Stack& 
 void require_residency() {
   struct Probe : Pager {
     bool used = false;
-    void use(const std::vector<Page*>&) override { used = true; }
+    std::shared_ptr<void> use(const std::vector<Page*>&) override { return used = true, nullptr; }
     [[noreturn]] bool refuse(const Page& page, const at::Tensor&, const std::string&) override {
       throw std::logic_error(page.name());
     }

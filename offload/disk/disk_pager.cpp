@@ -89,7 +89,6 @@ void DiskPager::reclaim(int64_t needed_bytes) {
     return entry != nullptr && entry->page && entry->holds == 0 && entry->storage->use_count() == 1;
   };
   if (std::ranges::none_of(entries_, [&](const Entry& entry) { return is_gone(&entry); })) return;
-  for (auto& [thread, entries] : in_use_) std::erase_if(entries, is_gone);
   if (is_gone(last_loaded_)) last_loaded_ = nullptr;
   for (Entry& entry : entries_)
     if (is_gone(entry.next)) entry.next = nullptr;
@@ -140,13 +139,9 @@ void DiskPager::take_out(Entry& entry) {
   if (std::list<Entry*>* list = std::exchange(entry.list, nullptr)) list->erase(entry.place);
 }
 
-// Removes and returns the first entry that is neither held nor used by a thread's last operator; null if there is none.
+// Removes and returns the first entry that is not held; null if there is none.
 DiskPager::Entry* DiskPager::take_idle(std::list<Entry*>& entries) {
-  const auto oldest = std::ranges::find_if(entries, [&](Entry* entry) {
-    return entry->holds == 0 && std::ranges::none_of(in_use_, [&](const auto& thread) {
-             return std::ranges::find(thread.second, entry) != thread.second.end();
-           });
-  });
+  const auto oldest = std::ranges::find(entries, 0, &Entry::holds);
   if (oldest == entries.end()) return nullptr;
   Entry* entry = *oldest;
   take_out(*entry);
@@ -281,15 +276,15 @@ void DiskPager::foretell(const Entry& entry) {
     next = next->next;
 }
 
-void DiskPager::use(const std::vector<Page*>& pages) {
+std::shared_ptr<void> DiskPager::use(const std::vector<Page*>& pages) {
+  auto used = std::make_shared<std::vector<std::shared_ptr<Entry>>>();  // destroyed after `lock` if this throws
   std::lock_guard lock(mutex_);
   c10::InferenceMode ordinary(false);
   at::NoGradGuard no_grad;
-  std::vector<const Entry*>& mine = in_use_[std::this_thread::get_id()];
-  mine.clear();
-  for (Page* page : pages) mine.push_back(&entries_[page->id()]);
-  for (Page* page : pages) require_resident(entries_[page->id()]);
-  foretell(*mine.back());
+  for (Page* page : pages) used->push_back(held(entries_[page->id()]));
+  for (const auto& entry : *used) require_resident(*entry);
+  foretell(*used->back());
+  return used;
 }
 
 bool DiskPager::refuse(const Page& page, const at::Tensor&, const std::string& operation) {
@@ -298,28 +293,30 @@ bool DiskPager::refuse(const Page& page, const at::Tensor&, const std::string& o
 }
 
 DiskPager::Hold DiskPager::hold(const at::Tensor& tensor, bool writes) {
-  Hold hold;  // destroyed after `lock`, because ~Hold locks the mutex (if foretell() throws)
+  Hold hold;  // destroyed after `lock` if an exception is thrown
   std::lock_guard lock(mutex_);
   c10::InferenceMode ordinary(false);
   at::NoGradGuard no_grad;
-  in_use_.erase(std::this_thread::get_id());  // this thread's last operator has completed
   Entry& entry = entry_of(tensor);
   require_resident(entry);
   entry.is_changed = entry.is_changed || writes;
   if (writes) entry.page->note_write();
   auto* first = static_cast<char*>(entry.data.mutable_data_ptr()) +
                 tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
-  ++entry.holds;
-  hold.entry_ = {&entry, Hold::Release{this}};
+  hold.entry_ = held(entry);
   hold.values_ =
       at::from_blob(first, tensor.sizes(), tensor.strides(), at::TensorOptions(at::kCPU).dtype(tensor.scalar_type()));
   foretell(entry);
   return hold;
 }
 
-void DiskPager::Hold::Release::operator()(Entry* entry) const {
-  std::lock_guard lock(pager->mutex_);
-  --entry->holds;
+// Keeps the entry's data in memory while the result exists. The destructor of the result locks the mutex.
+std::shared_ptr<DiskPager::Entry> DiskPager::held(Entry& entry) {
+  ++entry.holds;
+  return {&entry, [this](Entry* held) {
+            std::lock_guard lock(mutex_);
+            --held->holds;
+          }};
 }
 
 at::Tensor DiskPager::make_spool(int64_t bytes) const {

@@ -8,12 +8,10 @@
 #include <functional>
 #include <future>
 #include <list>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "core/memory/counted_buffers.h"
@@ -57,7 +55,7 @@ class DiskPager : public Pager {
   // Returns the tensor's pager; null if the tensor is not on disk.
   static DiskPager* of(const at::Tensor& tensor);
 
-  // Keeps the data of a tensor in memory while this object exists. Must not outlive the pager. Move-only.
+  // Keeps the data of a tensor in memory while this object exists. Must not outlive the pager.
   class Hold {
    public:
     // Returns the elements as an ordinary tensor, which is valid until the hold ends.
@@ -66,11 +64,7 @@ class DiskPager : public Pager {
 
    private:
     friend class DiskPager;
-    struct Release {
-      DiskPager* pager;
-      void operator()(Entry* entry) const;
-    };
-    std::unique_ptr<Entry, Release> entry_;
+    std::shared_ptr<Entry> entry_;
     at::Tensor values_;
   };
   // Blocks until the data are in memory. `writes`: the caller may write until the hold ends. Throws std::runtime_error
@@ -92,7 +86,7 @@ class DiskPager : public Pager {
   int64_t written_bytes() const { return written_bytes_; }
   bool is_direct() const { return space_.file() != nullptr && space_.file()->is_direct(); }
 
-  void use(const std::vector<Page*>& pages) override;
+  std::shared_ptr<void> use(const std::vector<Page*>& pages) override;
   [[noreturn]] bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
 
  private:
@@ -108,7 +102,7 @@ class DiskPager : public Pager {
     at::Tensor buffer;  // from `buffers_`
     at::Tensor data;    // the aligned part of `buffer`, [bytes] of kByte
     std::future<void> transfer;
-    int holds = 0;
+    int holds = 0;  // number of Hold objects and of operators that use the tensor now
     bool is_changed = false;
     uint32_t seen_writes = 0;
     std::list<Entry*>* list = nullptr;       // recent_, reading_ or writing_; null if the entry is in none
@@ -119,6 +113,7 @@ class DiskPager : public Pager {
   std::future<void> start_transfer(std::function<void()> transfer);
   void reclaim(int64_t needed_bytes);
   Entry& entry_of(const at::Tensor& tensor);
+  std::shared_ptr<Entry> held(Entry& entry);
   void require_resident(Entry& entry);
   void make_resident(Entry& entry);
   void start_read(Entry& entry);
@@ -139,13 +134,12 @@ class DiskPager : public Pager {
   DiskSpace space_;
   const bool waits_;  // whether each transfer blocks until it completes
   CountedBuffers buffers_;
-  std::deque<Entry> entries_;                                    // indexed by page id; addresses are stable
-  std::vector<int> vacant_;                                      // indices of entries without a page
-  int64_t made_bytes_ = 0;                                       // disk space of new tensors since reclaim() searched
-  std::list<Entry*> recent_;                                     // resident; least recently used first
-  std::list<Entry*> reading_;                                    // read ahead and not yet used; oldest first
-  std::list<Entry*> writing_;                                    // being written; oldest first
-  std::map<std::thread::id, std::vector<const Entry*>> in_use_;  // by thread: the entries of its last operator
+  std::deque<Entry> entries_;  // indexed by page id; addresses are stable
+  std::vector<int> vacant_;    // indices of entries without a page
+  int64_t made_bytes_ = 0;     // disk space of new tensors since reclaim() searched
+  std::list<Entry*> recent_;   // resident; least recently used first
+  std::list<Entry*> reading_;  // read ahead and not yet used; oldest first
+  std::list<Entry*> writing_;  // being written; oldest first
   Entry* last_loaded_ = nullptr;
   std::atomic<int64_t> read_bytes_ = 0, written_bytes_ = 0;
   TaskQueue queue_;  // declared last, because its threads use the other members

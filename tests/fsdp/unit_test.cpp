@@ -47,7 +47,7 @@ class EchoGroup : public Communicator {
 };
 
 struct FreePager : Pager {  // allows every use
-  void use(const std::vector<Page*>&) override {}
+  std::shared_ptr<void> use(const std::vector<Page*>&) override { return nullptr; }
   bool refuse(const Page& page, const at::Tensor&, const std::string&) override { throw std::logic_error(page.name()); }
 };
 

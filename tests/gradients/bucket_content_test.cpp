@@ -63,9 +63,10 @@ TEST(BucketContent, CopiesAGradientOfAnyDtypeAndSize) {
 
 // Attaches a page of values when an operator uses it.
 struct OnesPager : Pager {
-  void use(const std::vector<Page*>& pages) override {
+  std::shared_ptr<void> use(const std::vector<Page*>& pages) override {
     for (Page* page : pages)
       if (!page->is_attached()) page->attach(torch::ones({12}));
+    return nullptr;
   }
   bool refuse(const Page&, const at::Tensor&, const std::string&) override { return false; }
 };

@@ -234,6 +234,31 @@ TEST(DiskPager, ThreadsReadTensorsThatOtherThreadsEvict) {
   for (auto& thread : threads) EXPECT_EQ(thread.get(), 0);
 }
 
+// Only running operators keep their tensors in memory, also on threads that are idle or have ended.
+TEST(DiskPager, AThreadKeepsNoTensorOfAnOperatorThatHasEnded) {
+  const Folder folder;
+  DiskPager pager({.directory = folder.path(), .buffer_bytes = 3 * 8192, .read_ahead = 0});
+  std::vector<at::Tensor> tensors;
+  for (int i = 0; i < 6; ++i) tensors.push_back(pager.make({1024}, {1}, at::kFloat, "a tensor").fill_(i));
+  std::promise<void> end;
+  const std::shared_future<void> ends = end.get_future().share();
+  std::vector<std::future<void>> idle;
+  for (int i = 0; i < 3; ++i) {
+    std::async(std::launch::async, [&] { tensors[i].sum(); }).get();
+    std::promise<void> has_run;
+    auto runs = has_run.get_future();
+    idle.push_back(std::async(std::launch::async, [&, i, ends, has_run = std::move(has_run)]() mutable {
+      tensors[i].sum();
+      has_run.set_value();
+      ends.wait();
+    }));
+    runs.wait();
+  }
+  const float sum = torch::cat({tensors[3], tensors[4], tensors[5]}).sum().item<float>();
+  end.set_value();
+  EXPECT_EQ(sum, 1024 * 12);
+}
+
 TEST(DiskPager, LimitsAreNamedAndHoldsEnd) {
   const Folder folder;
   at::Tensor outlives;
