@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "core/runtime/no_grad_no_inference_guard.h"
+
 namespace tessera::internal {
 
 // Attached to a placeholder; its destructor notifies the owner. A tensor from detach() keeps the Notice alive, too.
@@ -65,6 +67,7 @@ std::shared_ptr<void> GradPlaceholder::use(const std::vector<Page*>& pages) {
 bool GradPlaceholder::refuse(const Page& page, const at::Tensor&, const std::string& operation) {
   const auto index = static_cast<size_t>(page.id());
   if (operation != "aten::zero_") throw std::logic_error(events_.reason(index));
+  const NoGradNoInferenceGuard quiet;  // of the new gradient
   events_.zeroed(index);
   return true;
 }

@@ -583,6 +583,16 @@ TEST(Usage, ZeroGradOfEveryKindStartsAnew) {
     }
     const auto doubled = gradients();  // without zero_grad()
     for (size_t i = 0; i < first.size(); ++i) EXPECT_TRUE(torch::equal(first[i] * 2, doubled[i]));
+    {
+      const auto scope = fsdp.no_sync();
+      fsdp(input(comm->rank())).square().sum().backward();
+    }
+    {
+      const c10::InferenceMode mode;
+      sgd.zero_grad(false);
+    }
+    const auto again = gradients();
+    for (size_t i = 0; i < first.size(); ++i) EXPECT_TRUE(torch::equal(first[i], again[i]));
   });
 }
 
