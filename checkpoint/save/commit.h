@@ -23,7 +23,7 @@ class PartialCheckpoint {
   static std::unique_ptr<PartialCheckpoint> begin(
       const std::filesystem::path& target, const std::function<void()>& progress = [] {});
   // After commit(), removes the replaced checkpoint unless a reader locked it. Without commit(), removes the new files.
-  // After a failed commit() to remote storage, removes nothing, because the manifest may have been written.
+  // After a failed commit() to remote storage, the next save removes them, unless the manifest was written after all.
   virtual ~PartialCheckpoint() = default;
   PartialCheckpoint(const PartialCheckpoint&) = delete;
   PartialCheckpoint& operator=(const PartialCheckpoint&) = delete;

@@ -72,7 +72,8 @@ class RemotePartial : public PartialCheckpoint {
   ~RemotePartial() override {
     const Storage& storage = storage_of(path_);
     try {
-      if (!has_asked_) storage.remove_all(path_);
+      // Without its draft, the next save removes the folder, unless the failed commit has written the manifest.
+      if (!is_committed_) has_asked_ ? storage.remove(path_ / kDraftName) : storage.remove_all(path_);
       if (is_committed_)
         for (const auto& name : replaced_)
           name.ends_with('/') ? storage.remove_all(target_ / name) : storage.remove(target_ / name);

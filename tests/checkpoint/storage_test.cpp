@@ -85,6 +85,17 @@ class ClosedStorage : public OtherStorage {
   static inline std::atomic<bool> opened = false, has_removed = false;
 };
 
+// Writes no manifest while `refuses` is true.
+class RefusingStorage : public OtherStorage {
+ public:
+  using OtherStorage::OtherStorage;
+  void put(const fs::path& path, std::string_view text, bool durable) const override {
+    if (refuses && path.filename() == kManifestName) refuse(path, FileAction::kWrite, "503 SlowDown");
+    OtherStorage::put(path, text, durable);
+  }
+  static inline std::atomic<bool> refuses = false;
+};
+
 template <class Kind>
 std::unique_ptr<Storage> make(ThrowFailure fail) {
   return std::make_unique<Kind>(fail);
@@ -190,6 +201,21 @@ TEST_F(CheckpointStorage, ASaveIsCompleteThoughItsDraftStays) {
       EXPECT_EQ(load_checkpoint(target, model)["value"], n);
     }
   });
+}
+
+TEST_F(CheckpointStorage, TheNextSaveRemovesTheFilesOfACommitThatFailed) {
+  register_storage("refusing", &make<RefusingStorage>);
+  const fs::path target = "refusing://run/a";
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    RefusingStorage::refuses = true;
+    expect_contains(error_of<CheckpointError>([&] { save_checkpoint(target, model); }), "503 SlowDown");
+    RefusingStorage::refuses = false;
+    EXPECT_EQ(storage_of(target).list(target).size(), 1U);  // the manifest may appear late
+    save_checkpoint(target, model, {{"value", 1}});
+    EXPECT_EQ(load_checkpoint(target, model)["value"], 1);
+  });
+  EXPECT_EQ(storage_of(target).list(target).size(), 2U);  // the folder of the second save, and the manifest
 }
 
 // The files of the save belong to the parent process.
