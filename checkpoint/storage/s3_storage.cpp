@@ -283,10 +283,11 @@ class S3Storage : public Storage {
   std::vector<std::string> list(const fs::path& folder, bool recursive) const {
     const S3Location location = s3_location(folder.native());
     const std::string prefix = location.key.empty() ? "" : location.key + "/";
-    std::set<std::string> names;
+    std::set<std::string> names, tokens;
     std::string token;
     told_of(folder, FileAction::kRead, fail_, [&] {
       do {
+        if (!tokens.insert(token).second) throw S3Error("gave the continuation token '" + token + "' twice");
         S3Request request{.method = "GET", .location = {location.bucket, ""}};
         if (!token.empty()) request.query.emplace_back("continuation-token", token);
         if (!recursive) request.query.emplace_back("delimiter", "/");

@@ -25,6 +25,7 @@ import boto3
 from botocore.config import Config
 
 PROGRAM = COMMAND = ""
+SAME_PAGE = b"<ListBucketResult><NextContinuationToken>next</NextContinuationToken></ListBucketResult>"
 SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 
 
@@ -60,11 +61,12 @@ class Faults(http.server.BaseHTTPRequestHandler):
             self.server.told[fault] = self.server.told.get(fault, 0) + 1
         if fault == "reset":
             return self.reset()
-        if fault in ("503", "429"):
-            self.send_response(int(fault))
-            self.send_header("Content-Length", str(len(SLOW_DOWN)))
+        if fault in ("503", "429", "endless"):
+            content = SAME_PAGE if fault == "endless" else SLOW_DOWN
+            self.send_response(200 if fault == "endless" else int(fault))
+            self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(SLOW_DOWN)
+            self.wfile.write(content)
             return None
         if fault == "hang":
             time.sleep(3)  # longer than the client's timeout
@@ -278,6 +280,11 @@ class S3(unittest.TestCase):
         told = self.train("s3://bucket/page", 1, 1, endpoint=endpoint, code=1)
         self.assertIn("gave no list of objects: <html>Welcome</html>", told)
         self.assertNotIn("loss", told)
+
+    def test_a_list_without_end_is_refused(self):
+        _, endpoint = self.proxy(lambda method, path: "endless" if method == "GET" and "list-type" in path else None)
+        told = self.train("s3://bucket/endless", 1, 1, endpoint=endpoint, code=1)
+        self.assertIn("gave the continuation token 'next' twice", told)
 
     def test_mistakes_are_told(self):
         verify = lambda uri, **environment: self.run_words(COMMAND, "verify", uri, code=2, **environment)
