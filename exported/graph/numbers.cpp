@@ -46,14 +46,14 @@ c10::IValue multiply(const Numbers& n) {
   return checked(__builtin_mul_overflow(integer(n[0]), integer(n[1]), &product) ? std::nullopt
                                                                                 : std::optional(product));
 }
-c10::IValue floor_divide(const Numbers& n) {
-  if (!both_integers(n)) return std::floor(real(n[0]) / divisor(n));
-  return checked(floor_division(integer(n[0]), integer(n[1])));
-}
 c10::IValue modulo(const Numbers& n) {
   if (both_integers(n)) return checked(floor_modulo(integer(n[0]), integer(n[1])));
   const double b = divisor(n), rest = std::fmod(real(n[0]), b);
   return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+c10::IValue floor_divide(const Numbers& n) {
+  if (both_integers(n)) return checked(floor_division(integer(n[0]), integer(n[1])));
+  return std::round((real(n[0]) - real(modulo(n))) / divisor(n));  // floor() of the quotient may be 1 too large
 }
 c10::IValue power(const Numbers& n) {
   if (both_integers(n) && integer(n[1]) >= 0) return checked(integer_power(integer(n[0]), integer(n[1])));

@@ -583,6 +583,8 @@ TEST(NumberStep, DividesAsPythonDoes) {
     return NumberStep::find(target, 2)({a, b}).toDouble();
   };
   EXPECT_EQ(result("_operator.floordiv", 7.5, -2), -4);
+  EXPECT_EQ(result("_operator.floordiv", 1, 0.1), 9);
+  EXPECT_EQ(result("_operator.floordiv", -0.3, 0.1), -3);
   EXPECT_EQ(result("_operator.mod", 7.5, -2), -0.5);
   EXPECT_EQ(result("_operator.truediv", 7.5, -2), -3.75);
   for (const char* target : {"_operator.floordiv", "_operator.mod", "_operator.truediv"})
