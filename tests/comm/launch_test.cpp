@@ -315,6 +315,18 @@ TEST(RunMain, RanksOfALauncherSayWhyOnce) {
   }
 }
 
+// SIGUSR1 is a warning, not a second request to end.
+TEST(SpawnLocal, AWarningDoesNotEndTheGracePeriod) {
+  ChildProcess program({kProgram, "--spawn", "2", "--grace-ms", "2000", "stubborn"});
+  ASSERT_TRUE(program.await("hangs", 2)) << program.output();
+  const auto began = std::chrono::steady_clock::now();
+  ::kill(program.pid(), SIGTERM);
+  ASSERT_TRUE(program.await("ending all ranks", 1)) << program.output();
+  ::kill(program.pid(), SIGUSR1);
+  EXPECT_EQ(program.wait(), 128 + SIGTERM) << program.output();
+  EXPECT_GE(std::chrono::steady_clock::now() - began, seconds(2));
+}
+
 TEST(SpawnLocal, RanksThatDoNotEndAreKilled) {
   ChildProcess program({kProgram, "--spawn", "2", "--grace-ms", "1000", "stubborn"});
   ASSERT_TRUE(program.await("hangs", 2)) << program.output();
