@@ -28,7 +28,7 @@ int open_unnamed(const std::string& directory, int flags) {
     name.replace(name.size() - 6, 6, "XXXXXX");
     return ::mkostemp(name.data(), O_CLOEXEC | flags);
   });
-  if (named >= 0) ::unlink(name.c_str());
+  if (named >= 0 || errno == EINVAL) ::unlink(name.c_str());  // without O_DIRECT, the kernel fails after it made a file
   return named;
 }
 

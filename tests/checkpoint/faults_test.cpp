@@ -75,6 +75,7 @@ std::atomic<int> slow_syncs_of_rank_1 = 0, slow_ms = 0;  // number of slow syncs
 std::atomic<int> reading_fails_with = 0;                 // an errno for reads of rank files
 // As on NFS: renameat2() supports no flags, and removing an open file renames it until it is closed.
 std::atomic<bool> is_like_nfs = false;
+std::atomic<bool> opens_only_plainly = false;  // the file system has neither O_TMPFILE nor O_DIRECT
 std::atomic<int> renamed_instead = 0;
 
 std::atomic<int> interrupts_every = 0;  // of this many calls in succession, all but one fail with EINTR; 0: none
@@ -146,6 +147,7 @@ extern "C" int open(const char* path, int flags, ...) {
   const mode_t mode = (flags & (O_CREAT | O_TMPFILE)) != 0 ? va_arg(more, mode_t) : 0;
   va_end(more);
   if (is_interrupted()) return errno = EINTR, -1;
+  if (opens_only_plainly && (flags & O_TMPFILE) == O_TMPFILE) return errno = EOPNOTSUPP, -1;
   if (before_opening && (flags & O_CREAT) == 0) {
     const auto call = before_opening;  // which may replace it
     call(path);
@@ -153,6 +155,16 @@ extern "C" int open(const char* path, int flags, ...) {
   auto act = [&] { return static_cast<int>(::syscall(SYS_openat, AT_FDCWD, path, flags, mode)); };
   if ((flags & O_EXCL) == 0) return act();
   return observed(act, [&] { return FileCall{FileCall::kCreate, path}; });
+}
+
+// Without O_DIRECT, the kernel has made the file when it refuses the flag.
+extern "C" int mkostemp(char* path, int flags) {
+  const bool is_refused = opens_only_plainly && (flags & O_DIRECT) != 0;
+  std::memcpy(path + std::strlen(path) - 6, is_refused ? "direct" : "plain-", 6);
+  const int file = ::open(path, O_RDWR | O_CREAT | O_EXCL | (is_refused ? 0 : flags), 0600);
+  if (!is_refused) return file;
+  ::close(file);
+  return errno = EINVAL, -1;
 }
 
 // Called by std::filesystem, which opens folders relative to others.
@@ -700,6 +712,15 @@ TEST(CheckpointFaults, OnNfsOldCheckpointsAndSavesThatFailedGoWhole) {
   std::set<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(folder.path())) names.insert(entry.path().filename());
   EXPECT_EQ(names, (std::set<std::string>{"step-3", "step-4"}));
+}
+
+TEST(CheckpointFaults, AnUnnamedFileLeavesNoNameOnAnyFileSystem) {
+  const TemporaryFolder folder;
+  opens_only_plainly = true;
+  const File file = File::create_unnamed(folder.path(), [](const FileFailure& failure) { FAIL() << failure.reason(); });
+  opens_only_plainly = false;
+  EXPECT_FALSE(file.is_direct());
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
 }
 
 TEST(CheckpointFaults, FilesOfManyRanksNeedFewDescriptors) {
