@@ -95,7 +95,7 @@ EventWriter::EventWriter(const std::filesystem::path& folder, Options options)
 }
 
 EventWriter::~EventWriter() {
-  flush();
+  if (path_.stem().extension().string().substr(1) == std::to_string(::getpid())) flush();  // not in a child of fork()
   ::close(descriptor_);
 }
 

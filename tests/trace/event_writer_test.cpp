@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include <cmath>
 #include <csignal>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -132,6 +134,21 @@ TEST(EventWriter, WritesRecordsWithChecksums) {
   EXPECT_EQ(third.tag, std::string(200, 'x'));
   EXPECT_EQ(third.step, int64_t{1} << 40);
   EXPECT_EQ(third.value, -0.1F);
+}
+
+TEST(EventWriter, AChildOfForkWritesNoPointOfItsParent) {
+  const TemporaryFolder folder;
+  auto events = std::make_unique<EventWriter>(folder.path());
+  const auto path = events->path();
+  events->scalar("loss", 1, 1);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    events.reset();
+    ::_exit(0);
+  }
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+  events.reset();
+  EXPECT_EQ(records_in(file_bytes(path)).size(), 2u);
 }
 
 // A file that may not grow simulates a full disk: the training continues, and the curves continue later.
