@@ -82,7 +82,7 @@ std::string reason(int error_number) { return std::generic_category().message(er
 }  // namespace
 
 EventWriter::EventWriter(const std::filesystem::path& folder, Options options)
-    : options_(std::move(options)), path_(folder / file_name()) {
+    : options_(std::move(options)), process_(::getpid()), path_(folder / file_name()) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   if (error)
@@ -95,7 +95,7 @@ EventWriter::EventWriter(const std::filesystem::path& folder, Options options)
 }
 
 EventWriter::~EventWriter() {
-  if (path_.stem().extension().string().substr(1) == std::to_string(::getpid())) flush();  // not in a child of fork()
+  if (process_ == ::getpid()) flush();
   ::close(descriptor_);
 }
 

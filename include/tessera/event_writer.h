@@ -59,6 +59,7 @@ class EventWriter {
   void tell(const std::string& problem) const noexcept;
 
   const Options options_;
+  const int process_;  // a child of fork() does not write its parent's points
   std::filesystem::path path_;
   mutable std::mutex mutex_;  // guards all members below
   int descriptor_ = -1;
