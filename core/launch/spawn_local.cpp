@@ -418,7 +418,8 @@ class Ranks {
 
   void interrupt(int signal, int origin) {
     const bool is_warning = signal == SIGUSR1, is_ending = signal_ != 0 && signal_ != SIGUSR1;
-    if (is_ending) return is_warning ? void() : kill_rest();  // a second signal ends the grace period
+    if (is_ending && is_warning) return;
+    if (is_ending) return kill_rest();  // a second signal ends the grace period
     say(describe_signal(signal) + (is_warning ? "; forwarding it to all ranks" : "; ending all ranks"));
     if (!is_warning && !has_failed()) code_ = 128 + signal;
     signal_ = signal;
