@@ -50,7 +50,7 @@ class RankProcesses {
   int size() const { return static_cast<int>(ranks_.size()); }
 
  private:
-  using Process = testing::ChildProcess;
+  using Process = testing_support::ChildProcess;
   const testing_support::TemporaryFolder folder_;
   const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
   std::vector<std::unique_ptr<Process>> ranks_;

@@ -13,8 +13,8 @@
 namespace {
 
 namespace fs = std::filesystem;
-using tessera::testing::ChildProcess;
 using tessera::testing_support::built;
+using tessera::testing_support::ChildProcess;
 
 std::string text_of(const fs::path& file) {
   std::ifstream stream(file);

@@ -10,8 +10,8 @@
 namespace tessera::gpu_bench_test {
 namespace {
 
-using testing::ChildProcess;
 using testing_support::built;
+using testing_support::ChildProcess;
 using testing_support::file_bytes;
 
 const std::string kBegin = "<!-- bench/gpu: begin -->\n", kEnd = "<!-- bench/gpu: end -->\n";

@@ -15,8 +15,8 @@
 namespace {
 
 using nlohmann::json;
-using tessera::testing::ChildProcess;
 using tessera::testing_support::built;
+using tessera::testing_support::ChildProcess;
 using tessera::testing_support::has_full_matrix;
 
 json run(std::vector<std::string> arguments, const ChildProcess::Environment& environment = {}) {

@@ -25,7 +25,7 @@ struct Ran {
 
 Ran tessera_command(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), tessera::testing_support::built(TESSERA_COMMAND));
-  tessera::testing::ChildProcess child(arguments);
+  tessera::testing_support::ChildProcess child(arguments);
   const int code = child.wait();
   return {code, child.output()};
 }
@@ -255,7 +255,7 @@ TEST_F(Command, TellsItsVersionAndHelp) {
 }
 
 TEST_F(Command, OutputThatCannotBeWrittenIsAnError) {
-  tessera::testing::ChildProcess child(
+  tessera::testing_support::ChildProcess child(
       {"sh", "-c", tessera::testing_support::built(TESSERA_COMMAND) + " inspect '" + at("a") + "' > /dev/full"});
   EXPECT_EQ(child.wait(), 2);
   expect_contains(child.output(), "standard output could not be written");

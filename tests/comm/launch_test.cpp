@@ -36,7 +36,7 @@ using namespace internal;
 namespace {
 
 using std::chrono::seconds;
-using testing::ChildProcess;
+using testing_support::ChildProcess;
 
 const std::string kProgram = testing_support::built(LAUNCH_PROGRAM);
 constexpr int kCommError = 20;  // launch_program's exit codes for an error of init()

@@ -62,9 +62,10 @@ std::string command(const std::filesystem::path& out, int steps, const std::stri
          std::to_string(steps) + " --out " + out.string() + " " + more;
 }
 
-tessera::testing::ChildProcess start(const std::filesystem::path& out, int ranks, int steps, const std::string& more) {
+tessera::testing_support::ChildProcess start(const std::filesystem::path& out, int ranks, int steps,
+                                             const std::string& more) {
   std::istringstream words(command(out, steps, "--ranks " + std::to_string(ranks) + " " + more));
-  return tessera::testing::ChildProcess({std::istream_iterator<std::string>(words), {}});
+  return tessera::testing_support::ChildProcess({std::istream_iterator<std::string>(words), {}});
 }
 
 // Waits until this many lines of metrics.jsonl have the field.
@@ -79,7 +80,7 @@ void await(const std::filesystem::path& out, const std::string& field, size_t co
   }
 }
 
-void kill_rank(const tessera::testing::ChildProcess& run, int victim, int signal = SIGKILL) {
+void kill_rank(const tessera::testing_support::ChildProcess& run, int victim, int signal = SIGKILL) {
   const pid_t process = process_of_rank(run.pid(), victim);
   EXPECT_GT(process, 0) << run.output();
   if (process > 0) ::kill(process, signal);
@@ -163,8 +164,9 @@ TEST(TrainGptElastic, FollowsTheWorldAndGoesOnFromItsCheckpoints) {
 TEST(TrainGptElastic, NamesTheFolderThatCannotBeCreated) {
   const TemporaryFolder folder;
   const std::string none = (folder / "none").string();
-  tessera::testing::ChildProcess run({"env", "TMPDIR=" + none, tessera::testing_support::built(TRAIN_GPT_EXECUTABLE),
-                                      "--elastic", "--ranks", "2", "--out", (folder / "out").string()});
+  tessera::testing_support::ChildProcess run({"env", "TMPDIR=" + none,
+                                              tessera::testing_support::built(TRAIN_GPT_EXECUTABLE), "--elastic",
+                                              "--ranks", "2", "--out", (folder / "out").string()});
   EXPECT_EQ(run.wait(), 1);
   EXPECT_NE(run.output().find("tessera::spawn_elastic: cannot create " + none + "/tessera-elastic-"), std::string::npos)
       << run.output();
@@ -200,15 +202,16 @@ TEST(TrainGptElastic, ADeadRankIsStartedAgainAndJoins) {
 }
 
 // Starts two ranks as a launcher does that starts no rank again. Its exit code is the sum of theirs.
-tessera::testing::ChildProcess start_shells(const TemporaryFolder& folder, const std::string& more) {
+tessera::testing_support::ChildProcess start_shells(const TemporaryFolder& folder, const std::string& more) {
   const std::string rank =
       tessera::testing_support::built(ELASTIC_RANK_SCRIPT) + " " +
       command(folder / "out", kMostSteps,
               "--val-every 0 --elastic --copy-every 3 --rendezvous " + (folder / "elastic").string() + " " + more);
-  return tessera::testing::ChildProcess({"sh", "-c",
-                                         "export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" +
-                                             std::to_string(tessera::testing_support::free_port()) + "; RANK=1 " +
-                                             rank + " & RANK=0 " + rank + "; code=$?; wait $!; exit $((code + $?))"});
+  return tessera::testing_support::ChildProcess({"sh", "-c",
+                                                 "export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" +
+                                                     std::to_string(tessera::testing_support::free_port()) +
+                                                     "; RANK=1 " + rank + " & RANK=0 " + rank +
+                                                     "; code=$?; wait $!; exit $((code + $?))"});
 }
 
 TEST(TrainGptElastic, AShellUnderALauncherStartsItsDeadRankAgain) {

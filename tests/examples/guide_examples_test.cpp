@@ -18,8 +18,8 @@
 
 namespace {
 
-using tessera::testing::ChildProcess;
 using tessera::testing_support::built;
+using tessera::testing_support::ChildProcess;
 
 std::string run_example(const std::string& example, std::vector<std::string> arguments,
                         const ChildProcess::Environment& environment = {}) {

@@ -78,10 +78,10 @@ TEST(TrainGptPlan, PrintsRanksAndTrainsNothing) {
   const tessera::testing_support::TemporaryFolder folder;
   const auto out = (folder / "out").string();
   const auto run = [&](std::vector<std::string> arguments,
-                       const tessera::testing::ChildProcess::Environment& environment = {}) {
+                       const tessera::testing_support::ChildProcess::Environment& environment = {}) {
     arguments.insert(arguments.begin(),
                      {tessera::testing_support::built(TRAIN_GPT_EXECUTABLE), "--plan", "--demo", "--out", out});
-    tessera::testing::ChildProcess child(arguments, environment);
+    tessera::testing_support::ChildProcess child(arguments, environment);
     const int code = child.wait();
     return std::pair(code, child.output());
   };
@@ -106,7 +106,7 @@ TEST(TrainGptPlan, SaysWhatBuildsIt) {
   const tessera::testing_support::TemporaryFolder folder;
   const auto copy = folder / "train_gpt";
   std::filesystem::copy_file(tessera::testing_support::built(TRAIN_GPT_EXECUTABLE), copy);
-  tessera::testing::ChildProcess child({copy.string(), "--plan", "--demo"});
+  tessera::testing_support::ChildProcess child({copy.string(), "--plan", "--demo"});
   EXPECT_EQ(child.wait(), 2);
   EXPECT_NE(child.output().find(copy.string() + "_plan (No such file or directory)"), std::string::npos)
       << child.output();

@@ -120,7 +120,7 @@ TEST(TrainGpt, LaunchersAgree) {
                               "--wrapper fsdp --batch 2 --val-batches 1 --sample 0 --out " + folder.path().string() +
                               "/";
   const auto metrics = [&](const std::string& name, const std::string& command) {
-    tessera::testing::ChildProcess run({"sh", "-c", command});
+    tessera::testing_support::ChildProcess run({"sh", "-c", command});
     EXPECT_EQ(run.wait(), 0) << run.output();
     return metrics_in(folder / name);
   };
@@ -148,9 +148,9 @@ TEST(TrainGpt, RanksWithOtherOptionsAreRefusedByName) {
     const std::string environment =
         "MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(tessera::testing_support::free_port()) + " WORLD_SIZE=2 ";
     const std::string out = "--out " + (folder / option).string();
-    tessera::testing::ChildProcess run({"sh", "-c",
-                                        "export " + environment + "; RANK=1 " + program + out + "1 --" + option +
-                                            " 3 & RANK=0 " + program + out + "0; wait"});
+    tessera::testing_support::ChildProcess run({"sh", "-c",
+                                                "export " + environment + "; RANK=1 " + program + out + "1 --" +
+                                                    option + " 3 & RANK=0 " + program + out + "0; wait"});
     run.wait();
     for (const std::string& text : {std::string("the options of train_gpt"), option + std::string(" 3")})
       EXPECT_NE(run.output().find(text), std::string::npos) << run.output();
@@ -338,7 +338,7 @@ TEST(TrainGpt, AKilledRunGoesOnWithOtherRanks) {
       std::istringstream words(common + " --wrapper fsdp --ranks 2 --batch 6 --save-every 3 --resume auto --out " +
                                out.string());
       for (std::string word; words >> word;) command.push_back(word);
-      tessera::testing::ChildProcess child(command);
+      tessera::testing_support::ChildProcess child(command);
       const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
       while (!std::filesystem::exists(out / "checkpoints/step-000006") && std::chrono::steady_clock::now() < end)
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
@@ -481,7 +481,7 @@ TEST(TrainGpt, OfTwoJobsThatBeginAtOnceOneIsRefused) {
   std::istringstream line(tessera::testing_support::built(TRAIN_GPT_EXECUTABLE) + kShortRun +
                           "--steps 1000000 --wrapper local --out " + (folder / "a").string());
   const std::vector<std::string> command{std::istream_iterator<std::string>(line), {}};
-  tessera::testing::ChildProcess one(command), two(command);
+  tessera::testing_support::ChildProcess one(command), two(command);
   int codes[2] = {-1, -1};
   for (int i = 0; i < 600 && codes[0] < 0 && codes[1] < 0; ++i) {
     codes[0] = one.wait(std::chrono::seconds(0));
@@ -504,7 +504,7 @@ TEST(TrainGpt, ASignalSavesAndStops) {
   for (const int signal : {SIGINT, SIGTERM}) {
     const auto out = folder / std::to_string(signal);
     std::istringstream line(program + "--steps 1000000 --out " + out.string());
-    tessera::testing::ChildProcess stopped({std::istream_iterator<std::string>(line), {}});
+    tessera::testing_support::ChildProcess stopped({std::istream_iterator<std::string>(line), {}});
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     while (metrics_in(out).size() < 3 && std::chrono::steady_clock::now() < end)
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -543,9 +543,10 @@ TEST(TrainGpt, ADiskThatIsFullEndsARunThatGoesOnLater) {
                                           (folder / "a").string() + " --save-every 4 --steps ");
   ASSERT_EQ(run(common + "4").exit_code, 0);
   const auto began = std::chrono::steady_clock::now();
-  tessera::testing::ChildProcess full({"sh", "-c",
-                                       "trap '' XFSZ; ulimit -f 40; exec " +
-                                           tessera::testing_support::built(TRAIN_GPT_EXECUTABLE) + " " + common + "8"});
+  tessera::testing_support::ChildProcess full({"sh", "-c",
+                                               "trap '' XFSZ; ulimit -f 40; exec " +
+                                                   tessera::testing_support::built(TRAIN_GPT_EXECUTABLE) + " " +
+                                                   common + "8"});
   EXPECT_EQ(full.wait(), 1) << full.output();
   EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(40));
   EXPECT_EQ(full.printed("File too large"), 1) << full.output();

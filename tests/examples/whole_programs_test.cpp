@@ -12,8 +12,8 @@
 
 namespace {
 
-using tessera::testing::ChildProcess;
 using tessera::testing_support::built;
+using tessera::testing_support::ChildProcess;
 using tessera::testing_support::TemporaryFolder;
 
 std::vector<std::string> command(const std::string& example, const std::vector<std::string>& arguments) {

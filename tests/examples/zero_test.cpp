@@ -12,8 +12,8 @@
 
 namespace {
 
-using tessera::testing::ChildProcess;
 using tessera::testing_support::built;
+using tessera::testing_support::ChildProcess;
 using tessera::testing_support::has_full_matrix;
 using tessera::testing_support::of_matrix;
 

@@ -26,7 +26,7 @@ using nlohmann::json;
 
 std::pair<int, std::string> plan(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), {tessera::testing_support::built(TESSERA_COMMAND), "plan"});
-  tessera::testing::ChildProcess child(arguments);
+  tessera::testing_support::ChildProcess child(arguments);
   const int code = child.wait();
   return {code, child.output()};
 }
@@ -241,11 +241,13 @@ TEST(PlanCommand, DrawsAMeasuredStepBesideThePredictedOne) {
   const std::string page = (folder / "page.html").string(), trace = (folder / "trace.json").string();
   {
     std::ofstream stream(trace);
-    stream << R"([{"name":"tessera_trace","ph":"i","pid":0,"tid":0,"args":{"rank":0}})" << "\n";
+    stream << R"([{"name":"tessera_trace","ph":"i","pid":0,"tid":0,"args":{"rank":0}})"
+           << "\n";
     for (int step = 0; step < 3; ++step)
       for (const char* category : {"compute", "optimizer"})
         stream << R"(,{"name":"unit 'blocks.0'","cat":")" << category << R"(","ph":"X","pid":0,"tid":0,"ts":)"
-               << 1000 * step + (category[0] == 'o' ? 600 : 0) << R"(,"dur":300})" << "\n";
+               << 1000 * step + (category[0] == 'o' ? 600 : 0) << R"(,"dur":300})"
+               << "\n";
   }
   const auto with = [&](std::vector<std::string> more) {
     std::vector<std::string> all = {"--model",
@@ -300,7 +302,7 @@ TEST(PlanCommand, HostsAreTheSameForBytesAndTimes) {
 TEST(PlanCommand, TakesWhatCalibrateWrites) {
   const TemporaryFolder folder;
   const std::string file = (folder / "speed.json").string();
-  tessera::testing::ChildProcess child(
+  tessera::testing_support::ChildProcess child(
       {tessera::testing_support::built(TESSERA_COMMAND), "calibrate", "-o", file, "--ranks", "1", "--quick"});
   EXPECT_EQ(child.wait(), 0) << child.output();
   expect_contains(child.output(), "written to " + file);
@@ -328,11 +330,12 @@ TEST(PlanCommand, CalibrateAddsTheLinkBetweenHosts) {
   const TemporaryFolder folder;
   const std::string command = tessera::testing_support::built(TESSERA_COMMAND);
   const std::string machine = (folder / "machine.json").string(), file = (folder / "all.json").string();
-  tessera::testing::ChildProcess nowhere({command, "calibrate", "--quick", "-o", (folder / "none/a.json").string()});
+  tessera::testing_support::ChildProcess nowhere(
+      {command, "calibrate", "--quick", "-o", (folder / "none/a.json").string()});
   EXPECT_EQ(nowhere.wait(), 2);
   expect_contains(nowhere.output(), "none/a.json cannot be written: No such file or directory");
   for (const std::string option : {"--ranks", "--threads"}) {
-    tessera::testing::ChildProcess many({command, "calibrate", "--quick", "-o", file, option, "100000"});
+    tessera::testing_support::ChildProcess many({command, "calibrate", "--quick", "-o", file, option, "100000"});
     EXPECT_EQ(many.wait(), 2) << many.output();
     expect_contains(many.output(), option + " is 100000, expected 1 to");
   }
@@ -341,22 +344,22 @@ TEST(PlanCommand, CalibrateAddsTheLinkBetweenHosts) {
   measured.tcp = {1e-6, 2e9, 1e9};
   write_speed(measured, machine);
 
-  tessera::testing::ChildProcess nobody({command, "calibrate", "--quick", "--speed", machine, "-o", file});
+  tessera::testing_support::ChildProcess nobody({command, "calibrate", "--quick", "--speed", machine, "-o", file});
   EXPECT_EQ(nobody.wait(), 2);
   expect_contains(nobody.output(), "a launcher's group of one rank a host");
 
-  std::vector<std::unique_ptr<tessera::testing::ChildProcess>> hosts;
+  std::vector<std::unique_ptr<tessera::testing_support::ChildProcess>> hosts;
   const std::string port = std::to_string(free_port());
   for (const char* rank : {"0", "1"})
-    hosts.push_back(std::make_unique<tessera::testing::ChildProcess>(
+    hosts.push_back(std::make_unique<tessera::testing_support::ChildProcess>(
         std::vector<std::string>{command, "calibrate", "--quick", "--speed", machine, "-o", file},
-        tessera::testing::ChildProcess::Environment{{"RANK", rank},
-                                                    {"WORLD_SIZE", "2"},
-                                                    {"LOCAL_RANK", "0"},
-                                                    {"LOCAL_WORLD_SIZE", "1"},
-                                                    {"MASTER_ADDR", "127.0.0.1"},
-                                                    {"MASTER_PORT", port},
-                                                    {"TESSERA_PEER_MEMORY", "0"}}));
+        tessera::testing_support::ChildProcess::Environment{{"RANK", rank},
+                                                            {"WORLD_SIZE", "2"},
+                                                            {"LOCAL_RANK", "0"},
+                                                            {"LOCAL_WORLD_SIZE", "1"},
+                                                            {"MASTER_ADDR", "127.0.0.1"},
+                                                            {"MASTER_PORT", port},
+                                                            {"TESSERA_PEER_MEMORY", "0"}}));
   for (const auto& each : hosts) EXPECT_EQ(each->wait(), 0) << each->output();
   expect_contains(hosts[0]->output(), "between 2 hosts");
   const json before = json::parse(file_bytes(machine)), speed = json::parse(file_bytes(file));

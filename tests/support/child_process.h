@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-namespace tessera::testing {
+namespace tessera::testing_support {
 
 // A program that a test runs, with its output in a file. It leads its own session, which the destructor kills.
 class ChildProcess {
@@ -99,4 +99,4 @@ class ChildProcess {
   bool running_ = true;
 };
 
-}  // namespace tessera::testing
+}  // namespace tessera::testing_support

@@ -226,7 +226,7 @@ TEST_F(MergeTraces, AppendsAllOrNothingAndToTracesAlone) {
 TEST_F(MergeTraces, IsACommand) {
   const auto run = [](std::vector<std::string> arguments) {
     arguments.insert(arguments.begin(), {built(TESSERA_COMMAND), "trace"});
-    tessera::testing::ChildProcess child(arguments);
+    tessera::testing_support::ChildProcess child(arguments);
     const int code = child.wait();
     return std::pair(code, child.output());
   };
