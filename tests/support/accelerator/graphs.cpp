@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/runtime/graph_recorder.h"
+#include "tests/support/accelerator/memory.h"
 
 namespace tessera::accelerator {
 using namespace internal;
@@ -58,7 +59,7 @@ struct Recording {
       if (nodes[at].kind == Node::kBlock) open.push_back(nodes[at].joined);
     }
     for (size_t i = 0; i < nodes.size(); ++i)
-      if (nodes[i].kind == Node::kLaunch && !joined.contains(i))
+      if (nodes[i].kind == Node::kLaunch && nodes[i].what != kGivenBack && !joined.contains(i))
         return nodes[i].what + " on stream " + std::to_string(nodes[i].stream % kStreamsPerDevice);
     return "";
   }

@@ -109,7 +109,10 @@ void give_back_what_is_free() {
   {
     std::lock_guard lock(mutex);
     std::erase_if(leaving, [&](Leaving& block) {
-      if (!std::ranges::all_of(block.uses, [](const Point& use) { return use.reached->is_past(); })) return false;
+      const bool is_used = !std::ranges::all_of(block.uses, [](const Point& use) { return use.reached->is_past(); });
+      // As in CUDA's allocator, no such block is reused during a recording, which the device's own threads begin.
+      const int stream = Races::get().block_at(block.begin)->stream;
+      if (is_used || device_of(stream) != current_device() || recording_of(stream) != 0) return false;
       over.push_back(std::move(block));
       return true;
     });

@@ -15,6 +15,7 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -176,8 +177,11 @@ Stack run_functional(const c10::OperatorHandle& op, const KernelArguments& argum
   const bool are_on_meta = !shapes.empty();
   if (recording_of(stream) != 0 && shapes.empty()) {
     if (arguments.draws()) refuse_while_recording(device.index(), name + ", which returns random numbers");
-    shapes = host;
-    op.callBoxed(shapes);  // computes only shapes, because recorded arguments have no values yet
+    // Computes only shapes, from zeros: recorded arguments have no values yet, and a kernel may write to some of them.
+    shapes = arguments.mapped([](const at::Tensor& tensor) {
+      return tensor.is_cuda() ? at::zeros(tensor.sizes(), tensor.options().device(at::kCPU)) : tensor;
+    });
+    op.callBoxed(shapes);
   }
   const bool is_asynchronous = !shapes.empty();
   if (!is_asynchronous) {
