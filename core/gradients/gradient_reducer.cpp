@@ -100,9 +100,11 @@ void ReductionQueue::discard() {
 void ReductionQueue::wait(PendingReduction& reduction) {
   reduction.pending.wait();
   memory_.count_borrowed(-reduction.content.borrowed_bytes());
-  for (const auto& part : reduction.content.parts)  // the part's memory may belong to another stream
-    if (part.memory == BucketContent::Memory::kBorrowed && !part.values.is_cpu())
-      part.values.record_stream(current_stream(part.values.device()));
+  // The memory may belong to another stream than the current one, which uses or frees it.
+  std::vector<at::Tensor> memory{reduction.reduced, reduction.wire, reduction.received};
+  for (const auto& part : reduction.content.parts) memory.push_back(part.values);
+  for (const at::Tensor& tensor : memory)
+    if (tensor.defined() && !tensor.is_cpu()) tensor.record_stream(current_stream(tensor.device()));
 }
 
 void ReductionQueue::divide_and_move(PendingReduction reduction) {

@@ -272,7 +272,8 @@ std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(c
   auto part = c10::make_intrusive<Part>();
   part->compute = std::move(compute);
   part->first_state.emplace(devices_in_use(inputs));
-  inputs.insert(inputs.begin(), at::empty({0}, at::kCPU).set_requires_grad(true));
+  const at::Device device = inputs.empty() ? at::kCPU : inputs.back().device();  // whose stream backward() then awaits
+  inputs.insert(inputs.begin(), at::empty({0}, device).set_requires_grad(true));
   return Checkpoint::apply(part, at::TensorList(inputs));  // a TensorList, because autograd ignores tensors in vectors
 }
 

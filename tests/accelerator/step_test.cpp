@@ -1,9 +1,12 @@
 // Tests the cost of a step on an accelerator (host synchronisations and launches), and which uses are refused.
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
+#include "core/runtime/stream_uses.h"
 #include "tests/accelerator/simulated_training.h"
 
 namespace tessera::accelerator_step_test {
@@ -154,6 +157,56 @@ TEST(AcceleratorStep, ClippingCostsTheSameForAllGradients) {
     }
     EXPECT_EQ(of_clipping[3], of_clipping[6]);
   });
+}
+
+// A checkpointed part runs a nested backward on the stream of its forward. The stream of backward() must wait for it.
+TEST(AcceleratorStep, ACheckpointedPartOrdersItsGradientsBeforeTheCallersStream) {
+  const Simulation simulation;
+  const at::Device device(at::kCUDA, 0);
+  at::Tensor weight = torch::ones({64, 64}, device).requires_grad_();
+  const at::Tensor loss =
+      checkpointed([&](const at::Tensor& in) { return in.mm(weight); }, torch::ones({64, 64}, device)).sum();
+  const c10::Stream other = c10::impl::VirtualGuardImpl(at::kCUDA).getStreamFromGlobalPool(device);
+  order_streams(current_stream(device), other);
+  {
+    const c10::StreamGuard on(other);
+    loss.record_stream(other);
+    loss.backward();
+    EXPECT_EQ(weight.grad().sum().item<float>(), 64.0F * 64 * 64);
+  }
+  for (const std::string& finding : Simulation::findings()) ADD_FAILURE() << finding;
+}
+
+// Reductions of a failed backward end on the stream of the next forward. Their memory belongs to another stream.
+TEST(AcceleratorStep, AFailedBackwardOnAnotherStreamLeavesNoRace) {
+  accelerator::needs_simulation("it needs two devices");
+  const Simulation simulation;
+  accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {
+    auto net = chain(4);
+    net->to(comm->device());
+    FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+    torch::optim::SGD optimizer(fsdp.parameters(), 1e-2);
+    bool fails = false;
+    net->parameters()[2].register_hook([&](const at::Tensor&) {
+      if (fails) throw std::runtime_error("the hook's own");
+    });
+    const c10::Stream home = current_stream(comm->device());
+    const c10::Stream other = c10::impl::VirtualGuardImpl(at::kCUDA).getStreamFromGlobalPool(comm->device());
+    for (int i = 0; i < 8; ++i) {
+      fails = i % 4 == 2;
+      order_streams(home, other);
+      {
+        const c10::StreamGuard on(i % 2 == 0 ? home : other);
+        optimizer.zero_grad();
+        const at::Tensor loss = fsdp(torch::ones({4, kFeatures}, comm->device())).square().sum();
+        const std::string error = error_of<std::runtime_error>([&] { loss.backward(); });
+        EXPECT_EQ(error, fails ? "the hook's own" : "");
+        if (!fails) optimizer.step();
+      }
+      order_streams(other, home);
+    }
+  });
+  for (const std::string& finding : Simulation::findings()) ADD_FAILURE() << finding;
 }
 
 // Stands in for a wrapper, to measure the cost of a step without wrappers.
