@@ -10,6 +10,7 @@
 #include "core/memory/memory_cache.h"
 #include "core/memory/memory_kind_scope.h"
 #include "core/model/memory_warning.h"
+#include "core/runtime/graph_recorder.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera::internal {
@@ -234,9 +235,9 @@ void ReplicatedGradients::begin_own_sums_of_unused() {
 
 // ---- passes -------------------------------------------------------------------------------------
 
-void ReplicatedGradients::begin_forward() {
+bool ReplicatedGradients::begin_forward() {
   std::lock_guard lock(mutex_);
-  if (inside_backward()) return;  // backward recomputes a part of the model
+  if (inside_backward()) return false;  // backward recomputes a part of the model
   const bool trains = c10::GradMode::is_enabled();
   if (trains && !reduces() && !passes_through()) flags_.has_own_sums = true;
   NoGradNoInferenceGuard quiet;
@@ -252,6 +253,7 @@ void ReplicatedGradients::begin_forward() {
   if (std::exchange(flags_.any_backward, false) && options_.must_use_all) require_all_used();
   plan_trainable();
   if (mesh_.world->size() > 1) binding_.note_versions();
+  return std::exchange(flags_.last_forward_trained, trains && reduces());
 }
 
 void ReplicatedGradients::require_all_used() {
@@ -336,7 +338,7 @@ void ReplicatedGradients::end() {
   }
   // torch::autograd::grad() of inputs uses no parameter. Parameters without gradients are then not an error.
   flags_.any_backward = flags_.any_backward || any_used;
-  if (!flags_.order_agreed && any_used) agree_on_order();
+  if (!flags_.order_agreed && any_used && !CapturedWork::recording_on(mesh_.world->device())) agree_on_order();
   if (std::exchange(flags_.first_backward, false) && mesh_.world->device().is_cpu()) release_freed_memory();
 }
 
@@ -401,6 +403,7 @@ void ReplicatedGradients::prepare_capture() {
   NoGradNoInferenceGuard quiet;
   recover();
   binding_.move_hooks_to_current_stream();
+  flags_.last_forward_trained = true;
 }
 
 void ReplicatedGradients::prepare_replay() {
@@ -410,6 +413,7 @@ void ReplicatedGradients::prepare_replay() {
   recover();
   binding_.require_nothing_new();
   for (size_t i = 0; i < states_.size(); ++i) binding_.require_same_kind(i);
+  flags_.last_forward_trained = true;
 }
 
 void ReplicatedGradients::require_averages() const {

@@ -51,7 +51,8 @@ class ReplicatedGradients : public BackwardPass {
 
   // Begins a forward. Collective if it compares replicas. Throws, naming the parameter: std::logic_error if one was
   // added or converted, std::runtime_error if no rank used one in the last iteration (must_use_all) or replicas differ.
-  void begin_forward();
+  // Returns whether the last forward or captured step trained, outside no_sync(). Returns false inside backward.
+  bool begin_forward();
   // Must be called after each forward, with its result's tensors. Throws std::logic_error if it changed a parameter.
   void end_forward(const std::vector<at::Tensor>& outputs);
   void refresh_trainable();
@@ -124,6 +125,7 @@ class ReplicatedGradients : public BackwardPass {
     bool any_backward = false;     // whether a backward since the last forward had gradients
     bool is_forward_open = false;  // whether a training forward has begun and not returned
     bool first_backward = true;
+    bool last_forward_trained = false;  // also true after prepare_capture() and prepare_replay()
   };
   Flags flags_;
 };

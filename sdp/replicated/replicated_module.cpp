@@ -48,10 +48,7 @@ BackwardPass& ReplicatedModule::backward_pass() const { return *gradients_; }
 ScopeExit ReplicatedModule::begin_forward() {
   auto call = std::make_shared<BackwardPass::UserCall>(*gradients_, "forward()");
   if (Trace::active() != nullptr) forward_since_ = Trace::Clock::now();
-  gradients_->begin_forward();
-  if (std::exchange(last_forward_trained_, c10::GradMode::is_enabled() && gradients_->reduces()) &&
-      setup_.broadcast_buffers && named_buffers().size() > 0)
-    broadcast_buffers();
+  if (gradients_->begin_forward() && setup_.broadcast_buffers && named_buffers().size() > 0) broadcast_buffers();
   if (RangeSink::active() == nullptr) return ScopeExit([call] {});
   auto range = std::make_shared<OpenRange>();
   range->begin([] { return std::string("forward"); });

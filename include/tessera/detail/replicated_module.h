@@ -91,7 +91,6 @@ class ReplicatedModule : public DataParallel {
   const Setup setup_;
   std::vector<PlannedParameter> parameters_;
   std::shared_ptr<ReplicatedGradients> gradients_;
-  bool last_forward_trained_ = false;
   std::chrono::steady_clock::time_point forward_since_;
 };
 
