@@ -132,7 +132,7 @@ void Scheduler::prepare_replay() {
   require_use("a captured step");
   NoGradNoInferenceGuard quiet;
   begin_look();
-  for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/true);
+  for (auto& unit : model_.units()) inspect(*unit);
 }
 
 void Scheduler::refuse_use(std::string reason) {

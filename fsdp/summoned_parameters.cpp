@@ -110,12 +110,14 @@ void Unit::summon(Summon where, SummonedParameters::Changes changes) {
     return;
   }
   summoned_.show(where, changes, is_whole);
+  uses_.begin(context_.comm.device());
   state_ = State::kSummoned;
 }
 
 void Unit::dismiss(bool writeback) {
   reattach(*this, /*may_change=*/true);
   uses_.join();
+  uses_ = {};  // a kWhole unit has no gather for which other streams must wait
   summoned_.hide(writeback);
   // The pages of a unit are attached now only if the shard has all parameters.
   const bool is_whole = std::ranges::all_of(flat_parameters_, [](auto& paged) { return paged->page->is_attached(); });
