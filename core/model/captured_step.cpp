@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/ones_like.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -72,10 +73,6 @@ struct CapturedStep::State {
     std::shared_ptr<torch::nn::Module> module;
     bool trains = module->is_training();
   };
-  struct Autocast {
-    bool is_on;
-    at::ScalarType dtype;
-  };
   // The memory that replays read and write, and the state of the model and the optimizer at the capture.
   struct Recorded {
     // Meta tensors with the dtypes, shapes and strides of the first call's inputs; empty before the first call.
@@ -84,11 +81,11 @@ struct CapturedStep::State {
     std::vector<Gradient> gradients;
     std::vector<Place> places;  // addresses of parameters and buffers
     std::vector<Mode> modes;
-    size_t optimizer_parameters = 0;
     std::optional<double> divisor;
-    Autocast autocast;
-    bool has_optimizer = false;  // whether the graph contains the optimizer's step
+    std::pair<bool, at::ScalarType> autocast;  // whether it is on around the call, and its dtype
+    bool has_optimizer = false;                // whether the graph contains the optimizer's step
     std::vector<RecordedStep> steps;
+    at::Tensor seed;  // the gradient of the loss, 1; allocated before the recording, so that replays do not fill it
     at::Tensor loss;
     GradNorm norm = GradNorm(0.0);
   };
@@ -96,11 +93,10 @@ struct CapturedStep::State {
 
   at::Device device() const { return comm->device(); }
   std::string where() const { return c10::str("CapturedStep on rank ", comm->rank(), ": "); }
-  Autocast autocast() const {
+  std::pair<bool, at::ScalarType> autocast() const {
     return {at::autocast::is_autocast_enabled(device().type()), at::autocast::get_autocast_dtype(device().type())};
   }
   std::vector<at::Tensor> leaves() const;
-  size_t optimizer_parameters() const;
   bool has_recordable_parameters() const;
   void clear_gradients() const;
   void check(const std::vector<at::Tensor>& given) const;
@@ -117,13 +113,9 @@ std::vector<at::Tensor> CapturedStep::State::leaves() const {
   std::vector<at::Tensor> leaves = wrapper.parameters();
   for (const auto& of_group : optimizer.param_groups())
     leaves.insert(leaves.end(), of_group.params().begin(), of_group.params().end());
+  for (const at::Tensor& parameter : wrapper.wrapped_module().parameters())
+    if (parameter.defined() && !is_paged(parameter)) leaves.push_back(parameter);  // of FsdpOptions::ignored_modules
   return leaves;
-}
-
-size_t CapturedStep::State::optimizer_parameters() const {
-  size_t count = 0;
-  for (const auto& of_group : optimizer.param_groups()) count += of_group.params().size();
-  return count;
 }
 
 // Whether a graph may contain the optimizer's step. Excludes fp64: recorded kernels read the learning rate in fp32.
@@ -166,7 +158,6 @@ void CapturedStep::State::record_state() {
   }
   for (const auto& buffer : wrapper.named_buffers()) recorded.places.push_back({buffer.value()});
   for (const auto& module : wrapper.wrapped_module().modules()) recorded.modes.push_back({module});
-  recorded.optimizer_parameters = optimizer_parameters();
   recorded.divisor = wrapper.backward_pass().divisor();
   recorded.autocast = autocast();
 }
@@ -186,8 +177,7 @@ void CapturedStep::State::require_as_recorded() const {
                                     " since the capture, which replays do not follow: undo it, or make another "
                                     "CapturedStep"));
   };
-  if (const size_t count = optimizer_parameters(); count != recorded.optimizer_parameters)
-    fail("the optimizer's parameters have become ", count, " instead of ", recorded.optimizer_parameters);
+  if (leaves().size() != recorded.gradients.size()) fail("parameters were added to the optimizer or removed from it");
   for (const Gradient& gradient : recorded.gradients)
     if (gradient.leaf.requires_grad() != gradient.trains)
       fail(name_of(gradient.leaf), gradient.trains ? " was frozen" : " was unfrozen");
@@ -199,9 +189,9 @@ void CapturedStep::State::require_as_recorded() const {
       fail("a ", mode.module->name(), " was put into ", mode.trains ? "evaluation" : "training", " mode");
   if (wrapper.backward_pass().divisor() != recorded.divisor) fail("the divisor of gradients was changed");
   const auto [is_on, dtype] = autocast();
-  if (is_on != recorded.autocast.is_on) fail("autocast around the call was switched ", is_on ? "on" : "off");
-  if (dtype != recorded.autocast.dtype)
-    fail("autocast's dtype has become ", dtype, " instead of ", recorded.autocast.dtype);
+  if (is_on != recorded.autocast.first) fail("autocast around the call was switched ", is_on ? "on" : "off");
+  if (dtype != recorded.autocast.second)
+    fail("autocast's dtype has become ", dtype, " instead of ", recorded.autocast.second);
   for (const RecordedStep& step : recorded.steps)
     if (const std::string change = step.change(); !change.empty()) fail(change);
 }
@@ -210,7 +200,8 @@ at::Tensor CapturedStep::State::run(const std::vector<at::Tensor>& given) {
   at::Tensor result = body(given);
   if (!result.defined() || result.numel() != 1 || !result.requires_grad())
     throw std::invalid_argument(where() + "the body must return a loss of one element that requires a gradient");
-  result.backward();
+  if (eager_steps > 0) recorded.seed = at::ones_like(result);
+  result.backward(recorded.seed);
   if (max_norm) recorded.norm = wrapper.clip_grad_norm_on_device_(*max_norm);
   return result.detach();
 }
@@ -238,7 +229,7 @@ void CapturedStep::State::capture() {
   wrapper.backward_pass().prepare_capture();
   for (at::Tensor& input : recorded.inputs) input = at::empty_like(input);
   // Memory for the learning rates and step counts that the host sets before each replay. `room` is an upper limit.
-  const auto room = static_cast<int64_t>((optimizer_parameters() + 1) * (optimizer.param_groups().size() + 1));
+  const auto room = static_cast<int64_t>((leaves().size() + 1) * (optimizer.param_groups().size() + 1));
   const at::Tensor numbers = at::empty({room}, at::TensorOptions(at::kFloat).device(device()));
   clear_gradients();
   stream.synchronize();
@@ -322,6 +313,8 @@ at::Tensor CapturedStep::operator()(const std::vector<at::Tensor>& inputs) {
   }
   const c10::Stream caller = current_stream(state.device());
   order_streams(caller, state.stream);
+  // Also after an exception: the caller may then write tensors that the begun step uses.
+  const ScopeExit joined([&] { order_streams(state.stream, caller); });
   at::Tensor loss;
   {
     const c10::StreamGuard on(state.stream);
@@ -334,7 +327,6 @@ at::Tensor CapturedStep::operator()(const std::vector<at::Tensor>& inputs) {
       loss = state.replay(inputs);
     }
   }
-  order_streams(state.stream, caller);
   loss.record_stream(caller);
   return loss;
 }
