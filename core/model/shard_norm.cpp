@@ -4,7 +4,7 @@
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/full_like.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
@@ -52,9 +52,8 @@ void for_each_kind(std::vector<at::Tensor> tensors, Call call) {
   }
 }
 
-// Returns this rank's norm to the power norm_type (infinity: the largest magnitude), [1] double on `device`. Keeps NaN.
-at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm_type, at::Device device,
-                              int64_t row_numel) {
+// Returns this rank's norm, [1] double on `device`. Keeps NaN.
+at::Tensor local_norm(const std::vector<at::Tensor>& shards, double norm_type, at::Device device, int64_t row_numel) {
   std::vector<at::Tensor> others, norms, stacks;
   for (const at::Tensor& shard : shards) {
     if (shard.is_cpu() && shard.layout() == at::kStrided && shard.is_contiguous() && shard.numel() >= 2 * row_numel)
@@ -63,26 +62,28 @@ at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm
       others.push_back(shard);
   }
   const auto add = [&](const std::vector<at::Tensor>& alike) {
-    stacks.push_back(at::stack(alike).to(stacks.empty() ? alike[0].device() : stacks[0].device(), at::kDouble));
+    const at::Tensor stack = at::stack(alike);
+    stacks.push_back(at::linalg_vector_norm(stack, norm_type, {}, false, at::kDouble)
+                         .to(stacks.empty() ? stack.device() : stacks[0].device()));
   };
   for_each_kind(std::move(norms), add);
   for_each_kind(std::move(others), [&](const auto& alike) { add(at::_foreach_norm(alike, norm_type)); });
   if (stacks.empty()) return at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(device));
-  at::Tensor all = stacks.size() == 1 ? stacks[0] : at::cat(stacks);
-  return (norm_type == kInfinity ? all.max() : all.pow_(norm_type).sum()).view({1}).to(device);
+  const at::Tensor norm = stacks.size() == 1 ? stacks[0] : at::linalg_vector_norm(at::stack(stacks), norm_type);
+  return norm.view({1}).to(device);
 }
 
-// Returns the norm over all ranks; may overwrite `contribution`. For the infinity norm, a NaN on any rank must make the
-// result NaN, but NCCL's maximum ignores NaN. So absolute values are compared by their bits: NaN's exceed infinity's.
-at::Tensor norm_over_ranks(const at::Tensor& contribution, double norm_type, Communicator& comm,
-                           const std::string& what) {
+// Returns the norm over all ranks; may overwrite `own`. For the infinity norm, a NaN on any rank must make the result
+// NaN, but NCCL's maximum ignores NaN. So absolute values are compared by their bits: NaN's exceed infinity's.
+at::Tensor norm_over_ranks(const at::Tensor& own, double norm_type, Communicator& comm, const std::string& what) {
   if (norm_type == kInfinity) {
-    const at::Tensor bits = contribution.abs().view(at::kLong);
+    const at::Tensor bits = own.abs().view(at::kLong);
     comm.all_reduce(bits, ReduceOp::kMax, what).wait();
     return bits.view(at::kDouble);
   }
-  comm.all_reduce(contribution, ReduceOp::kSum, what).wait();
-  return contribution.pow(1.0 / norm_type);
+  if (comm.size() > 1) own.pow_(norm_type);
+  comm.all_reduce(own, ReduceOp::kSum, what).wait();
+  return comm.size() > 1 ? own.pow_(1.0 / norm_type) : own;
 }
 
 // Scales in place. Scales lazy tensors singly, because foreach operators cannot write to them. Skips lazy zeros.
@@ -120,7 +121,7 @@ GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_n
                              int64_t row_numel) {
   require_clip_arguments(max_norm, norm_type);
   if (scaled == nullptr) scaled = &shards;
-  const at::Tensor own = local_contribution(shards, norm_type, comm.device(), row_numel);
+  const at::Tensor own = local_norm(shards, norm_type, comm.device(), row_numel);
   for (const auto* list : {&shards, scaled})
     for (const at::Tensor& shard : *list) forget_norm(shard);  // the norm over all ranks is computed next
   // The operation's name has max_norm and norm_type, so that ranks with different values throw instead of diverging.
@@ -128,7 +129,8 @@ GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_n
                                           c10::str("the gradient norm of type ", norm_type, ", clipped to ", max_norm));
   if (error_if_nonfinite) require_finite_norm(comm.to_host(norm, "the gradient norm").item<double>(), comm.rank());
   // The factor is NaN if the norm is NaN, as in torch.
-  scale(*scaled, at::full_like(norm, max_norm).div_(norm + kNormMargin).clamp_max_(1.0));
+  const at::Tensor most = at::full({}, max_norm, at::TensorOptions(at::kCPU).dtype(at::kDouble));
+  scale(*scaled, most.div(norm + kNormMargin).clamp_max_(1.0));
   return norm.is_cpu() ? GradNorm(norm.item<double>()) : GradNorm(norm);
 }
 
