@@ -52,7 +52,6 @@ std::string event(int64_t step, const std::string& what) {
   const std::chrono::duration<double> now = std::chrono::system_clock::now().time_since_epoch();
   return real(1, now.count()) + integer(2, step) + what;  // the fields wall_time (in seconds) and step
 }
-std::string version_event() { return event(0, bytes_of(3, "brain.Event:2")); }  // the field file_version
 std::string scalar_event(std::string_view tag, double value, int64_t step) {
   const auto point = bytes_of(1, tag) + real(2, static_cast<float>(value));  // a Summary.Value: tag, simple_value
   return event(step, bytes_of(5, bytes_of(1, point)));                       // the field summary, with one value
@@ -90,7 +89,7 @@ EventWriter::EventWriter(const std::filesystem::path& folder, Options options)
   descriptor_ =
       retried([&] { return ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_APPEND | O_CLOEXEC, 0644); });
   if (descriptor_ < 0) throw std::runtime_error("EventWriter: cannot create " + path_.string() + ": " + reason(errno));
-  kept_ = record(version_event());  // TensorBoard expects this record first
+  kept_ = record(event(0, bytes_of(3, "brain.Event:2")));  // file_version, which TensorBoard expects first
   write();
 }
 
@@ -107,7 +106,8 @@ void EventWriter::scalar(std::string_view tag, double value, int64_t step) {
     return;
   }
   kept_ += bytes;
-  if (Clock::now() - flushed_ >= options_.flush_every) write();
+  // In milliseconds, because the largest value of flush_every overflows in the clock's unit.
+  if (std::chrono::floor<std::chrono::milliseconds>(Clock::now() - flushed_) >= options_.flush_every) write();
 }
 
 bool EventWriter::flush() noexcept {

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <cstring>
@@ -206,6 +207,15 @@ TEST(EventWriter, AnIncompleteRecordIsRemovedBeforeTheNextOne) {
   const auto records = records_in(file_bytes(events.path()));
   ASSERT_EQ(records.size(), 2u);
   EXPECT_EQ(point_of(records[1]).step, 1);
+}
+
+TEST(EventWriter, TheLongestIntervalWritesOnlyInFlush) {
+  const TemporaryFolder folder;
+  EventWriter events(folder.path(), {.flush_every = std::chrono::milliseconds::max()});
+  events.scalar("loss", 1.0, 1);
+  EXPECT_EQ(records_in(file_bytes(events.path())).size(), 1u);
+  EXPECT_TRUE(events.flush());
+  EXPECT_EQ(records_in(file_bytes(events.path())).size(), 2u);
 }
 
 TEST(EventWriter, AFolderThatCannotBeIsNamed) {
