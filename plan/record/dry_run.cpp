@@ -83,6 +83,7 @@ RunScope::RunScope(std::shared_ptr<Communicator> comm, int steps)
       steps_(checked_steps(steps)),
       recorder_(Recorder::make(/*with_data=*/true)),
       recording_(std::make_unique<Recording>(recorder_)) {
+  require(comm_ != nullptr, "record_run: the communicator is null");
   require(comm_->device().is_cpu(), "record_run on ", comm_->device().str(), ", expected a communicator on the CPU");
 }
 

@@ -128,6 +128,7 @@ struct NormTensors {
 // Normalizes a training batch by all ranks' statistics. Updates the running statistics by `momentum`. Collective.
 at::Tensor normalized(const at::Tensor& input, const NormTensors& tensors, double momentum, double eps,
                       const std::shared_ptr<Communicator>& group) {
+  require(group != nullptr, "SyncBatchNorm: the communicator is null");
   require(at::isFloatingType(input.scalar_type()), "SyncBatchNorm: the input is ", input.scalar_type(),
           ", expected a floating-point type");
   Statistics statistics;

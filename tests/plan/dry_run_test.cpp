@@ -1,5 +1,6 @@
 // A dry run takes the memory of a run with data: to the byte, after every operator.
 #include <algorithm>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -248,6 +249,12 @@ TEST(DryRun, TakesWhatARunWithDataTakes) {
 }
 
 // Its statistics divide by a count that ranks exchange, whose value a dry run does not have.
+TEST(RecordRun, RefusesANullCommunicator) {
+  const std::string error = error_of<std::invalid_argument>(
+      [] { record_run([](auto) { return std::make_unique<int>(0); }, [](auto&) {}, nullptr); });
+  expect_contains(error, "record_run: the communicator is null");
+}
+
 TEST(DryRun, TakesSynchronizedBatchNorm) {
   const auto make = [](const std::shared_ptr<Communicator>& comm) {
     torch::nn::Sequential net(torch::nn::Conv2d(3, 8, 3), torch::nn::BatchNorm2d(8), torch::nn::Flatten(),

@@ -202,6 +202,8 @@ TEST(SyncBatchNorm, MistakesAreNamed) {
                     "'running_mean', which is a BatchNorm's over all ranks: only its values can be used");
     SyncBatchNorm norm(torch::nn::BatchNormOptions(4), *comm);
     expect_contains(error_of<std::invalid_argument>([&] { norm(torch::ones({2, 3})); }), "expected [N, 4, ...]");
+    SyncBatchNorm alone(torch::nn::BatchNormOptions(4), std::shared_ptr<Communicator>());
+    expect_contains(error_of<std::invalid_argument>([&] { alone(torch::ones({2, 4})); }), "the communicator is null");
     expect_contains(error_of<std::invalid_argument>([&] { norm(torch::ones({comm->rank() == 0 ? 1 : 0, 4})); }),
                     "1 values a channel");
     const at::Tensor x = torch::randn({3, 4}).set_requires_grad(true);
