@@ -193,6 +193,11 @@ std::string Collective::description() const {
   return what.empty() ? kTraits[kind].name : std::string(kTraits[kind].name) + " of " + what;
 }
 
+std::string Collective::root_text() const {
+  if (kind != kReduce && kind != kBroadcast && kind != kScatter) return "";
+  return (kind == kReduce ? " to rank " : " from rank ") + std::to_string(root);
+}
+
 at::Tensor Communicator::buffer(int64_t numel, at::ScalarType dtype) {
   return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device_));
 }

@@ -9,6 +9,8 @@
 
 #include <atomic>
 #include <barrier>
+#include <chrono>
+#include <functional>
 #include <numeric>
 #include <random>
 
@@ -558,6 +560,29 @@ TEST(CollectivesErrors, RanksThatDivergeAreToldHowLongBeforeTheTimeout) {
     expect_contains(thrown, "unit 'blocks.4'");
     expect_contains(thrown, "rank 1");
     EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(30));
+  }
+}
+
+// Each rank takes itself for the root, so that all ranks send, or all wait.
+TEST(CollectivesErrors, RanksWithDifferentRootsAreToldLongBeforeTheTimeout) {
+  using Start = std::function<Pending(Communicator & comm, at::Tensor value)>;
+  const std::pair<Start, const char*> operations[] = {
+      {[](auto& comm, auto value) { return comm.broadcast(value, comm.rank(), "x"); }, "broadcast of x from rank 1"},
+      {[](auto& comm, auto value) { return comm.reduce(value, comm.rank(), ReduceOp::kSum, "x"); },
+       "reduce of x to rank 1"},
+      {[](auto& comm, auto value) { return comm.scatter(value, torch::zeros({2 << 20}), comm.rank(), {}, "x"); },
+       "scatter of x from rank 1"}};
+  for (const InitOptions& options : transports()) {
+    for (const auto& [start, expected] : operations) {
+      const auto began = std::chrono::steady_clock::now();
+      const std::string thrown = error_of<CommError>([&, &start = start] {
+        run_ranks(
+            2, [&](std::shared_ptr<Communicator> comm) { start(*comm, torch::zeros({1 << 20})).wait(); }, options);
+      });
+      expect_contains(thrown, "diverged");
+      expect_contains(thrown, expected);
+      EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(30));
+    }
   }
 }
 

@@ -216,8 +216,7 @@ void GlooCommunicator::make_connections(const GlooOperation& op) {
 }
 
 Pending GlooCommunicator::start(Collective collective) {
-  std::string description = collective.description();
-  if (collective.kind == Collective::kReduce) description += " to rank " + std::to_string(collective.root);
+  std::string description = collective.description() + collective.root_text();
   description += " (" + std::to_string(collective.numel) + " elements)";
   if (!label().empty()) description += " in the group of " + label();
   const InCall call(*this, description);
