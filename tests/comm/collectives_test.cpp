@@ -586,6 +586,15 @@ TEST(CollectivesErrors, RanksWithDifferentRootsAreToldLongBeforeTheTimeout) {
   }
 }
 
+TEST(HostResults, TensorsMayHaveAnyStrides) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    const at::Tensor own = torch::arange(6).view({2, 3}).t(), one = torch::ones({1}, at::kLong).expand({3});
+    EXPECT_TRUE(torch::equal(gather_to_host(*comm, own, "x"), torch::stack({own, own})));
+    EXPECT_TRUE(torch::equal(reduce_to_host(*comm, own, ReduceOp::kSum, "x"), torch::arange(6).view({2, 3}).t() * 2));
+    EXPECT_TRUE(torch::equal(reduce_to_host(*comm, one, ReduceOp::kSum, "x"), torch::full({3}, 2)));
+  });
+}
+
 // c10d records each group's first collective in a map of the process, without a lock.
 TEST(BackendAllReduce, RanksOfOneProcessMayStartTheirFirstAtOnce) {
   constexpr int kWorld = 4;
