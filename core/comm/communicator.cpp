@@ -338,6 +338,9 @@ std::shared_ptr<Communicator> Communicator::split_by(const std::function<int(int
     colors.push_back(c10::str("color ", other, " of rank ", rank));
   }
   if (size_ > 1) require_agreement(*this, "the colors of a split", colors);
+  for (int rank = 0; rank < size_; ++rank)
+    if (color_of(rank) < 0)
+      throw std::invalid_argument("Communicator::split_by: " + colors[rank] + ", expected 0 or more");
   return group_of(members, color);
 }
 

@@ -122,6 +122,15 @@ TEST(Split, RanksThatDisagreeAboutAColorAreTold) {
   expect_contains(error, "rank 1 has 'color 1 of rank 1'");
 }
 
+// Unlike in split(), where such a rank is in no group.
+TEST(Split, NegativeColorsOfAFunctionAreRefused) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    expect_contains(error_of<std::invalid_argument>([&] { comm->split_by([](int rank) { return -rank; }); }),
+                    "split_by: color -1 of rank 1, expected 0 or more");
+    comm->barrier();
+  });
+}
+
 // A store that keeps one rank out of every part.
 class StoreWithoutParts : public c10d::PrefixStore {
  public:
