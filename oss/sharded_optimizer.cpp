@@ -111,8 +111,9 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
   if (options_.offload.device_fraction != 0)
     throw std::invalid_argument(c10::str("OssOptions::offload.device_fraction is ", options_.offload.device_fraction,
                                          ", but only FullyShardedDataParallel keeps units on the device, expected 0"));
-  require(options_.offload.directory.empty(), "OssOptions::offload.directory is '", options_.offload.directory,
-          "', but only FullyShardedDataParallel keeps shards on a disk");
+  require(options_.offload.directory.empty() && !options_.offload.disk_units, "OssOptions::offload.directory is '",
+          options_.offload.directory,
+          "' or disk_units is set, but only FullyShardedDataParallel keeps shards on a disk");
   if (const OffloadOptions& offload = options_.offload; offload.params || offload.grads)
     host_ = std::make_unique<HostStep>(
         make_, HostStepOptions{{comm_->device(), offload.pin_memory, offload.host_limit_bytes},

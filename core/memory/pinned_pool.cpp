@@ -35,7 +35,7 @@ struct PinnedPool::State {
     std::lock_guard lock(mutex);
     if (options.limit_bytes > 0 && lent_bytes + bytes > options.limit_bytes)
       throw std::runtime_error(c10::str("host memory for ", what, ": ", bytes, " bytes asked for, ", lent_bytes,
-                                        " lent, of at most ", options.limit_bytes));
+                                        " lent, of at most ", options.limit_bytes, " (host_limit_bytes)"));
     at::Tensor memory;
     if (auto same = idle.find(bytes); same != idle.end()) {
       memory = std::move(same->second.back());
@@ -66,7 +66,7 @@ struct PinnedPool::State {
 };
 
 PinnedPool::PinnedPool(PinnedPoolOptions options) : state_(std::make_shared<State>(options)) {
-  require(options.limit_bytes >= 0, "PinnedPoolOptions::limit_bytes is ", options.limit_bytes, ", expected 0 or more");
+  require(options.limit_bytes >= 0, "host_limit_bytes is ", options.limit_bytes, ", expected 0 or more");
 }
 
 at::Tensor PinnedPool::take(int64_t numel, at::ScalarType dtype, const std::string& what) {

@@ -167,8 +167,14 @@ TEST(OssOffload, MistakesAreNamed) {
     pageable.step();
     EXPECT_EQ(pageable.pinned_bytes(), 0);
     EXPECT_EQ(pageable.host_bytes(), 24);
-    expect_contains(error_of<std::invalid_argument>([&] { make({.params = true, .directory = "a/folder"}); }),
-                    "OssOptions::offload.directory is 'a/folder', but only FullyShardedDataParallel");
+    expect_contains(
+        error_of<std::invalid_argument>([&] { make({.params = true, .directory = "a/folder"}); }),
+        "OssOptions::offload.directory is 'a/folder' or disk_units is set, but only FullyShardedDataParallel");
+    expect_contains(
+        error_of<std::invalid_argument>([&] { make({.params = true, .disk_units = [](auto&) { return true; }}); }),
+        "disk_units is set");
+    expect_contains(error_of<std::invalid_argument>([&] { make({.params = true, .host_limit_bytes = -1}); }),
+                    "host_limit_bytes is -1, expected 0 or more");
     expect_contains(error_of<std::invalid_argument>([&] { make({.params = true, .device_fraction = 0.5}); }),
                     "OssOptions::offload.device_fraction is 0.5");
   });

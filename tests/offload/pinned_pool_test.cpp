@@ -32,7 +32,7 @@ TEST(PinnedPool, RefusesMoreThanItsLimitAndStaysUsable) {
   at::Tensor most = pool.take(200, at::kFloat, "most of it");
   const std::string error = error_of<std::runtime_error>([&] { pool.take(51, at::kFloat, "unit 'b'"); });
   expect_contains(error, "unit 'b'");
-  expect_contains(error, "204 bytes asked for, 800 lent, of at most 1000");
+  expect_contains(error, "204 bytes asked for, 800 lent, of at most 1000 (host_limit_bytes)");
   EXPECT_EQ(pool.take(50, at::kFloat, "the rest").numel(), 50);
   EXPECT_NE(error_of<std::invalid_argument>([] { PinnedPool({.limit_bytes = -1}); }), "");
 }
