@@ -554,6 +554,7 @@ void ShardedOptimizer::load_state_dict(const OptimizerStateDict& dict) {
   decltype(state_) states;
   for (const auto& [index, values] : dict.state) {
     const at::Tensor& parameter = parameters[index];
+    static_cast<void>(make_state(dict.kind, values));  // throws on all ranks if a name is wrong
     if (!owns(parameter)) continue;
     ParameterState own = values;
     for (auto& [name, tensor] : own.tensors)

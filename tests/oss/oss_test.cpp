@@ -541,6 +541,9 @@ TEST(OssState, WhatDoesNotFitIsListedAndChangesNothing) {
     expect_contains(error_of<std::invalid_argument>([&] { optimizer.load_state_dict(bad); }), "option 'rate'");
     EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 1e-2);
     bad = optimizer.state_dict();
+    bad.state.at(0).tensors[0].first = "average";  // of one rank's parameter; all ranks must refuse it
+    expect_contains(error_of<std::invalid_argument>([&] { optimizer.load_state_dict(bad); }), "got average");
+    bad = optimizer.state_dict();
     bad.kind = "SGD";
     bad.groups[0].parameter_count = 3;
     expect_contains(error_of<std::invalid_argument>([&] { optimizer.load_state_dict(bad); }),
