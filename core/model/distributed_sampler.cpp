@@ -266,9 +266,9 @@ void DistributedSampler::check_state_values(const StateValues& values) const {
   require_same_form(values, own, "a sampler");
   for (const char* name : {"items", "seed", "shuffle"})
     require(values.at(name) == own.at(name), "the state of a sampler is of other data: '", name, "' differs");
-  if (const auto taken = std::get<int64_t>(values.at("taken")); taken < 0 || taken > kMostTaken)
-    throw std::invalid_argument("the state of a sampler has taken " + std::to_string(taken) + " items, expected 0 to " +
-                                std::to_string(kMostTaken));
+  const auto taken = std::get<int64_t>(values.at("taken"));
+  require(taken >= 0 && taken <= kMostTaken, "the state of a sampler has taken ", taken, " items, expected 0 to ",
+          kMostTaken);
 }
 
 void DistributedSampler::load_state_values(const StateValues& values) {
@@ -281,13 +281,13 @@ void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void DistributedSampler::load(torch::serialize::InputArchive& archive) {
-  StateValues values = position_->values();
-  for (auto& [name, value] : values) {
+  StateValues values;  // lacks values that the archive lacks, or has in another type
+  for (const auto& [name, own] : position_->values()) {
     c10::IValue found;
-    archive.read(name, found);
-    if (found.isInt()) value = found.toInt();
-    if (found.isBool()) value = found.toBool();
-    if (found.isString()) value = found.toStringRef();
+    archive.try_read(name, found);
+    if (found.isInt()) values[name] = found.toInt();
+    if (found.isBool()) values[name] = found.toBool();
+    if (found.isString()) values[name] = found.toStringRef();
   }
   check_state_values(values);
   load_state_values(values);

@@ -9,6 +9,7 @@
 #include <limits>
 #include <memory>
 #include <numeric>
+#include <sstream>
 #include <vector>
 
 #include "tests/support/reference.h"
@@ -217,6 +218,25 @@ TEST(DataLoader, LibtorchsArchivesHaveThePosition) {
   EXPECT_EQ(other.next(), sampler.next());
   DistributedSampler of_other_data(13, 0, 1, {.batch_numel = 4, .seed = 5});
   expect_contains(error_of<std::invalid_argument>([&] { read(of_other_data, written(sampler)); }), "'items' differs");
+}
+
+TEST(DataLoader, ArchivesOfOtherObjectsAreRefusedByName) {
+  auto refused = [](const c10::IValue& items, bool has_seed) {
+    std::stringstream file;
+    torch::serialize::OutputArchive written;
+    written.write("items", items);
+    if (has_seed) written.write("seed", c10::IValue("0"));
+    written.write("shuffle", c10::IValue(true));
+    written.write("taken", c10::IValue(int64_t{0}));
+    written.save_to(file);
+    torch::serialize::InputArchive archive;
+    archive.load_from(file);
+    DistributedSampler sampler(12, 0, 1);
+    return error_of<std::invalid_argument>([&] { sampler.load(archive); });
+  };
+  EXPECT_EQ(refused(int64_t{12}, true), "");
+  expect_contains(refused(int64_t{12}, false), "the state of a sampler has no 'seed'");
+  expect_contains(refused(12.0, true), "the state of a sampler has no 'items'");
 }
 
 TEST(DataLoader, MisuseIsNamed) {
