@@ -67,7 +67,7 @@ class ConfigFile {
  public:
   explicit ConfigFile(const std::filesystem::path& file) : file_(file.string()) {
     std::ifstream stream(file);
-    if (!stream) refuse(file_ + " cannot be read");
+    if (!stream || std::filesystem::is_directory(file)) refuse(file_ + " cannot be read");
     const std::string text(std::istreambuf_iterator<char>(stream), {});
     if (const std::string problem = lfs_problem(text); !problem.empty()) refuse(file_ + " " + problem);
     config_ = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);

@@ -406,6 +406,9 @@ TEST(PlanModels, FromTextAndHuggingFace) {
                   "config.json " + kLfsProblem);
   std::ofstream(file) << R"({"model_type": "t5"})";
   expect_contains(error_of<std::invalid_argument>([&] { decoder_of_config(file, 0, 1); }), "model_type is 't5'");
+  const std::string a_folder = folder.path().string();
+  expect_contains(error_of<std::invalid_argument>([&] { decoder_of_config(a_folder, 0, 1); }),
+                  a_folder + " cannot be read");
   expect_contains(error_of<std::invalid_argument>([] { decoder_of("gpt:depth=3"); }), "depth=3");
   expect_contains(error_of<std::invalid_argument>([] { decoder_of("gpt:layers=2,"); }), "'', expected layers, width");
   expect_contains(error_of<std::invalid_argument>([] { decoder_of("gpt:width=10,heads=3"); }), "3 heads");
