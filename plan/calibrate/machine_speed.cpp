@@ -55,14 +55,12 @@ double level_seconds(const std::string& operation, int ranks, double bytes, cons
   refuse_collective(operation);
 }
 
-double known(const std::optional<double>& quantity, const std::string& text, const char* expected) {
-  if (!quantity) throw std::invalid_argument("'" + text + "', expected " + expected);
-  return *quantity;
-}
-
-double speed_of_text(const std::string& text, double per_s) {
-  if (per_s == 0) throw std::invalid_argument("'" + text + "' a second, expected more than 0");
-  return per_s;
+using Units = std::map<std::string_view, double>;
+double speed_of_text(const std::string& text, const Units& units, const char* expected) {
+  const auto per_s = quantity_of_text(text, units, /*is_speed=*/true);
+  require(per_s.has_value(), "'", text, "', expected ", expected);
+  require(*per_s > 0, "'", text, "' a second, expected more than 0");
+  return *per_s;
 }
 
 }  // namespace
@@ -145,27 +143,26 @@ CollectiveTime time_of(const RecordedCollective& collective, const MachineSpeed&
 }
 
 double bytes_per_s_of_text(const std::string& text) {
-  static const std::map<std::string_view, double> units = {
-      {"", 1},         {"B", 1},          {"KB", 1e3},       {"MB", 1e6},       {"GB", 1e9},
-      {"TB", 1e12},    {"KiB", 0x1p10},   {"MiB", 0x1p20},   {"GiB", 0x1p30},   {"TiB", 0x1p40},
-      {"bit", 1. / 8}, {"Kbit", 1e3 / 8}, {"Mbit", 1e6 / 8}, {"Gbit", 1e9 / 8}, {"Tbit", 1e12 / 8},
-      {"b", 1. / 8},   {"Kb", 1e3 / 8},   {"Mb", 1e6 / 8},   {"Gb", 1e9 / 8},   {"Tb", 1e12 / 8}};
-  return speed_of_text(text, known(quantity_of_text(text, units, /*is_speed=*/true), text,
-                                   "bytes or bits a second with a unit, as 50GB/s, 400Gb/s or 400Gbit"));
+  static const Units units = {{"", 1},           {"B", 1},          {"KB", 1e3},        {"MB", 1e6},
+                              {"GB", 1e9},       {"TB", 1e12},      {"KiB", 0x1p10},    {"MiB", 0x1p20},
+                              {"GiB", 0x1p30},   {"TiB", 0x1p40},   {"bit", 1. / 8},    {"Kbit", 1e3 / 8},
+                              {"Mbit", 1e6 / 8}, {"Gbit", 1e9 / 8}, {"Tbit", 1e12 / 8}, {"b", 1. / 8},
+                              {"Kb", 1e3 / 8},   {"Mb", 1e6 / 8},   {"Gb", 1e9 / 8},    {"Tb", 1e12 / 8}};
+  return speed_of_text(text, units, "bytes or bits a second with a unit, as 50GB/s, 400Gb/s or 400Gbit");
 }
 
 double flop_per_s_of_text(const std::string& text) {
-  static const std::map<std::string_view, double> units = {{"", 1},        {"FLOP", 1},     {"MFLOP", 1e6},
-                                                           {"GFLOP", 1e9}, {"TFLOP", 1e12}, {"PFLOP", 1e15}};
+  static const Units units = {{"", 1}, {"FLOP", 1}, {"MFLOP", 1e6}, {"GFLOP", 1e9}, {"TFLOP", 1e12}, {"PFLOP", 1e15}};
   const bool is_plural = text.ends_with("FLOPS");
   const std::string singular = is_plural ? text.substr(0, text.size() - 1) : text;
-  return speed_of_text(text, known(quantity_of_text(singular, units, /*is_speed=*/true), singular,
-                                   "FLOP a second with a unit, as 300TFLOP/s"));
+  return speed_of_text(singular, units, "FLOP a second with a unit, as 300TFLOP/s");
 }
 
 double seconds_of_text(const std::string& text) {
-  static const std::map<std::string_view, double> units = {{"s", 1}, {"ms", 1e-3}, {"us", 1e-6}, {"ns", 1e-9}};
-  return known(quantity_of_text(text, units), text, "a time with a unit, as 10us");
+  static const Units units = {{"s", 1}, {"ms", 1e-3}, {"us", 1e-6}, {"ns", 1e-9}};
+  const auto seconds = quantity_of_text(text, units);
+  require(seconds.has_value(), "'", text, "', expected a time with a unit, as 10us");
+  return *seconds;
 }
 
 }  // namespace tessera

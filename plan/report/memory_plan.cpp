@@ -281,7 +281,7 @@ int64_t bytes_of_text(const std::string& text) {
       {"", 1},      {"B", 1},        {"KB", 1e3},     {"MB", 1e6},     {"GB", 1e9},
       {"TB", 1e12}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
   const auto bytes = quantity_of_text(text, units);
-  require(bytes && *bytes != 0 && *bytes <= 0x1p62, "'", text, "', expected a number of bytes with a unit, as 80GiB");
+  require(bytes && *bytes >= 1 && *bytes <= 0x1p62, "'", text, "', expected a number of bytes with a unit, as 80GiB");
   return static_cast<int64_t>(*bytes);
 }
 

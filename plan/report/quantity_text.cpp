@@ -16,10 +16,10 @@ std::optional<double> quantity_of_text(std::string_view text, const std::map<std
   for (const std::string_view per_s : {"/s", "ps"})
     if (is_speed && name.size() > per_s.size() && name.ends_with(per_s)) name.remove_suffix(per_s.size());
   const auto unit = units.find(name);
-  if (error != std::errc() || unit == units.end() || !(number >= 0) || !std::isfinite(number)) return std::nullopt;
+  if (error != std::errc() || unit == units.end() || !(number >= 0)) return std::nullopt;
   constexpr double kLeastWithoutUnit = 1e6;
   if (name.empty() && number < kLeastWithoutUnit) return std::nullopt;
-  return number * unit->second;
+  return std::isfinite(number * unit->second) ? std::optional(number * unit->second) : std::nullopt;
 }
 
 ByteUnit unit_for(int64_t most_bytes) {

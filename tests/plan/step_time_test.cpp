@@ -294,16 +294,17 @@ TEST(SpeedText, IsUnderstoodInBitsAndBytes) {
   EXPECT_DOUBLE_EQ(bytes_per_s_of_text("2GiB/s"), 0x1p31);
   for (const char* text : {"300e12", "300TFLOP/s", "300 TFLOPS", "0.3PFLOP"})
     EXPECT_DOUBLE_EQ(flop_per_s_of_text(text), 300e12) << text;
-  for (const char* text :
-       {"400", "0", "999999", "400gb/s", "400Gb/h", "400/s", "/s", "Gb/s", "0GB/s", "-1GB/s", "1e400GB/s", "80GB //s"})
+  for (const char* text : {"400", "0", "999999", "400gb/s", "400Gb/h", "400/s", "/s", "Gb/s", "0GB/s", "-1GB/s",
+                           "1e400GB/s", "1e308GB/s", "80GB //s"})
     EXPECT_THROW(bytes_per_s_of_text(text), std::invalid_argument) << text;
-  for (const char* text : {"300", "300GB/s", "300Tbit", "0", "300TFLOP/h"})
+  for (const char* text : {"300", "300GB/s", "300Tbit", "0", "300TFLOP/h", "1e308TFLOP"})
     EXPECT_THROW(flop_per_s_of_text(text), std::invalid_argument) << text;
   EXPECT_EQ(bytes_of_text("80GiB"), int64_t{80} << 30);
   EXPECT_EQ(bytes_of_text("80 GiB"), int64_t{80} << 30);
   EXPECT_THROW(bytes_of_text("80GB/s"), std::invalid_argument);
   EXPECT_EQ(bytes_of_text("8B"), 8);
   EXPECT_EQ(bytes_of_text("1048576"), 1 << 20);
+  EXPECT_THROW(bytes_of_text("0.4B"), std::invalid_argument);
   for (const char* text : {"8", "80", "999999"})  // means another unit
     EXPECT_THROW(bytes_of_text(text), std::invalid_argument) << text;
 }
