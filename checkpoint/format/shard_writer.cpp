@@ -84,8 +84,9 @@ bool can_be_data(const Piece& piece, const at::Tensor& tensor) {
 
 at::Tensor checked_data(const Piece& piece) {
   const at::Tensor data = piece.data();
-  require<std::logic_error>(can_be_data(piece, data), "the data for the slice ", to_string(piece.box), " of '",
-                            piece.name, "' is not what was announced");
+  require(can_be_data(piece, data), "the data for the slice ", to_string(piece.box), " of '", piece.name, "' is ",
+          data.toString(), " ", data.sizes(), ", expected ", c10::toString(piece.dtype), " ",
+          at::IntArrayRef(piece.box.sizes), ", contiguous and in host memory");
   return data;
 }
 

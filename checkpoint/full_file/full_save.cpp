@@ -102,6 +102,7 @@ std::vector<std::vector<const FullTensor*>> group_by_bytes(const std::vector<Ful
   int64_t bytes = 0;
   for (const FullTensor& tensor : tensors) {
     check_dtype(tensor.name, tensor.dtype);
+    check_tensor_name(tensor.name, "a full file");
     const int64_t own = tensor_bytes(tensor.shape, tensor.dtype).value();
     if (max_bytes > 0 && bytes + own > max_bytes && !groups.back().empty()) {
       groups.emplace_back();

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 
 #include <fstream>
+#include <type_traits>
 
 #include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/shard_writer.h"
@@ -351,6 +352,30 @@ TEST(FullFile, IsListedAndReadByName) {
     for (const char* name : {"ids", "labels"}) EXPECT_TRUE(torch::equal(read_full(path, name), ids)) << name;
     expect_contains(error_of<CheckpointError>([&] { read_full(path, "weight"); }), ": has no tensor 'weight'");
   }
+}
+
+// What loading refuses is refused when it is written.
+TEST(FullFile, NamesAndDataThatDoNotFitAreRefused) {
+  const TemporaryFolder folder;
+  auto refused = [&]<class Error>(std::type_identity<Error>, const std::string& name, const at::Tensor& data) {
+    const auto error = error_of<Error>(
+        [&] { write_full(folder / "m", {{name, at::kFloat, {2, 3}, {}}}, [&](const FullTensor&) { return data; }); });
+    EXPECT_TRUE(std::filesystem::is_empty(folder.path())) << name;
+    return error;
+  };
+  const auto unreadable = std::type_identity<CheckpointError>();
+  const at::Tensor right = torch::zeros({2, 3});
+  expect_contains(refused(unreadable, "a\xff", right), "a tensor's name is not UTF-8");
+  expect_contains(refused(unreadable, "a\nb", right), "a tensor's name has control characters");
+  expect_contains(refused(unreadable, "__metadata__", right), "a tensor's name is what safetensors");
+  const auto mistake = std::type_identity<std::logic_error>();
+  for (const auto& [data, text] : std::vector<std::pair<at::Tensor, std::string>>{
+           {torch::zeros({3, 2}),
+            "of 'a' is CPUFloatType [3, 2], expected Float [2, 3], contiguous and in host memory"},
+           {torch::zeros({3, 2}).t(), "of 'a' is CPUFloatType [2, 3], expected"},
+           {right.to(at::kDouble), "of 'a' is CPUDoubleType [2, 3], expected"},
+           {at::Tensor(), "of 'a' is "}})
+    expect_contains(refused(mistake, "a", data), text);
 }
 
 TEST(FullFile, EightBitFloatsAreReadAsTheirValues) {
