@@ -64,7 +64,7 @@ std::string Scheduler::name() const { return "FullyShardedDataParallel on rank "
 void Scheduler::observe_gradients(GradientReducer::Observer observer, std::function<void()> failed) {
   std::lock_guard lock(mutex_);
   require_outside_backward("on_gradients");
-  if (observer && observer_) throw std::logic_error("on_gradients: somebody is told about gradients already");
+  if (observer && observer_) throw std::logic_error("on_gradients: a StepInBackward exists already, expected one");
   require(!observer || !model_.options().check_finite,
           "on_gradients with FsdpOptions::check_finite: the check comes at the end of backward, when steps have been "
           "taken already");

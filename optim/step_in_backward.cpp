@@ -42,14 +42,6 @@ std::unique_ptr<PartialStep::RevocableSteps> speculation_of(PartialStep& optimiz
   return steps;
 }
 
-// Throws std::invalid_argument for a class derived from Tessera's optimizers, because its step() would not be called.
-void require_no_own_step(const PartialStep& optimizer) {
-  const auto* whole = dynamic_cast<const torch::optim::Optimizer*>(&optimizer);
-  require(whole == nullptr || !may_have_own_step(*whole), "StepInBackward: ", c10::demangle(typeid(optimizer).name()),
-          " is derived from an optimizer of Tessera's, and its own step() would not be called, expected that optimizer "
-          "itself, or a PartialStep that is derived from none");
-}
-
 // Pins the calling thread, and threads that it starts later (for example in parallel_over()), to `processors`.
 void run_on(const std::vector<int>& processors) {
   cpu_set_t set;
@@ -107,7 +99,10 @@ StepInBackward::StepInBackward(GradientSource& source, PartialStep& optimizer, S
       options_(options),
       speculation_(speculation_of(optimizer, options)),
       worker_(std::make_unique<TaskQueue>(1)) {
-  require_no_own_step(optimizer);
+  const auto* whole = dynamic_cast<const torch::optim::Optimizer*>(&optimizer);
+  require(whole == nullptr || !may_have_own_step(*whole), "StepInBackward: ", c10::demangle(typeid(optimizer).name()),
+          " is derived from an optimizer of Tessera's, and its own step() would not be called, expected that optimizer "
+          "itself, or a PartialStep that is derived from none");
   require_usable(options_.processors);
   subscription_.emplace(source.on_gradients([this](const std::vector<at::Tensor>& parameters) { arrived(parameters); },
                                             [this] {

@@ -63,12 +63,6 @@ Choice choose(const InitOptions& options, const LaunchEnvironment& environment) 
   return {true, device.has_index() ? device : at::Device(at::kCUDA, 0)};
 }
 
-// Returns this rank's address as the user has given it, or "" if rendezvous() must determine it.
-std::string given_address(bool nccl) {
-  // NCCL does not use this address, because it reads NCCL_SOCKET_IFNAME.
-  return nccl ? "none" : named_address();
-}
-
 }  // namespace
 
 bool launched() {
@@ -96,7 +90,8 @@ std::shared_ptr<Communicator> init(InitOptions options) {
     require_descriptors(environment.local_world_size + (serves_store ? size : 0), c10::str("rank ", rank, " of ", size),
                         process.raise_descriptor_limit);
   Rendezvous found{c10::make_intrusive<c10d::HashStore>(), "127.0.0.1", {}};
-  if (size > 1) found = rendezvous(environment, given_address(nccl), options.timeout);
+  // NCCL does not use the address, because it reads NCCL_SOCKET_IFNAME.
+  if (size > 1) found = rendezvous(environment, nccl ? "none" : named_address(), options.timeout);
   if (environment.local_world_size == 0 && is_loopback_address(found.address)) environment.local_world_size = size;
   if (process.share_cores) share_cores(environment);
   if (found.traced_run) Trace::active()->join(*found.traced_run);
