@@ -51,8 +51,7 @@ at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
   if (is_whole(tensor, shard)) return whole_in_memory_order(tensor, shard.strides);
   if (tensor.dim() == 1 && tensor.numel() == shard.held.numel()) return with_values_in_memory(tensor).contiguous();
   throw std::invalid_argument("the state of '" + shard.fqn + "' has the shape " + to_string(tensor.sizes().vec()) +
-                              "; expected " + to_string({shard.held.numel()}) + " or the whole " +
-                              to_string(shard.sizes));
+                              "; expected " + to_string({shard.held.numel()}) + " or " + to_string(shard.sizes));
 }
 
 // Returns the elements of a segment. For a tensor on disk, returns a copy of the segment, so that a save holds only one

@@ -418,7 +418,7 @@ TEST(TrainingState, MistakesAreRefused) {
     };
     OfOtherSize other(model, 0.5);
     expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(none / "a", {model, other}); }),
-                    "has the shape [3]; expected [4] or the whole [2, 2]");
+                    "has the shape [3]; expected [4] or [2, 2]");
     expect_contains(refused({model, scheduler, scheduler}), "two states are named 'scheduler'");
     expect_contains(refused({model, {"a.b", scheduler}}), "'a.b' is not a name of a state");
     DistributedSampler sampler(10, 0, 1, {.accumulation = 2});
