@@ -40,7 +40,8 @@ inline bool same_values(const at::Tensor& own, const at::Tensor& expected) {
 // rounding error, such as attention's key bias. If rounding differs, a larger epsilon shortens these steps.
 inline double adam_eps() { return adds_in_other_orders ? 1e-2 : 1e-8; }
 
-// Moves a tensor, a list of tensors or a holder's module to the rank's device. Returns other types unchanged.
+// Moves a tensor, a list of tensors or a holder's module to the rank's device. Returns deferred modules, which a
+// wrapper moves, and other types unchanged.
 template <class What>
 What on_rank_device(What what) {
   if (rank_device.is_cpu()) return what;
@@ -49,7 +50,8 @@ What on_rank_device(What what) {
   } else if constexpr (std::is_same_v<What, std::vector<at::Tensor>>) {
     for (at::Tensor& each : what) each = on_rank_device(each);
   } else if constexpr (requires { what->to(rank_device); }) {
-    what->to(rank_device);
+    const auto parameters = what->parameters();
+    if (parameters.empty() || !is_deferred(parameters.front())) what->to(rank_device);
   }
   return what;
 }
