@@ -162,9 +162,8 @@ void StepInBackward::step_on_host(const std::vector<at::Tensor>& parameters) {
 
 // If this function throws, the backward fails, and the second callback of the subscription calls abandon().
 void StepInBackward::speculate(const std::vector<at::Tensor>& parameters) {
-  if (must_be_taken_back_)
-    throw std::logic_error(
-        "StepInBackward: a backward after one whose steps could not be taken back, expected finish()");
+  require<std::logic_error>(!must_be_taken_back_,
+                            "StepInBackward: a backward after one whose steps could not be taken back: call finish()");
   if (!refusal_)
     refusal_.emplace(source_.refuse_use(
         "steps of a backward have been taken that may be taken back: call StepInBackward::finish() first"));

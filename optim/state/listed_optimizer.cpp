@@ -17,6 +17,7 @@ void require_dense(const at::Tensor& parameter, const char* optimizer) {
     if (!holds)
       throw std::invalid_argument(c10::str(optimizer, ": a parameter of shape ", parameter.sizes(), problem...));
   };
+  require(!parameter.is_meta(), " has no values, expected those of materialize() or of a wrapper");
   require(at::isFloatingType(parameter.scalar_type()), " is ", parameter.scalar_type(),
           ", expected a floating-point type");
   require(parameter.is_non_overlapping_and_dense(), " has strides ", parameter.strides(), ", expected dense ones");

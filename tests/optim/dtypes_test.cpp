@@ -231,6 +231,17 @@ TEST(Complex, OptimizersRefuseThemByNameWithNothingChanged) {
                   "ComplexFloat, expected a floating-point matrix");
 }
 
+// Of a program that forgets materialize().
+TEST(Deferred, OptimizersRefuseParametersWithoutValues) {
+  for (const Case& tried : cases()) {
+    torch::nn::Linear linear = deferred([] { return torch::nn::Linear(3, 2); });
+    linear->weight.mutable_grad() = torch::ones_like(linear->weight.detach());
+    const auto optimizer = tried.make({linear->weight});
+    expect_contains(error_of<std::invalid_argument>([&] { optimizer->step([] { return torch::ones({}); }); }),
+                    "a parameter of shape [2, 3] has no values, expected those of materialize()");
+  }
+}
+
 struct MixedImpl : torch::nn::Module {
   MixedImpl() {
     register_module("linear", linear);
