@@ -219,9 +219,7 @@ TEST(QuantizeLinears, RefusesByName) {
   expect_contains(error_of<std::logic_error>([&] { converted->in->weight.zero_(); }), "which is quantized");
   expect_contains(error_of<std::logic_error>([&] { converted->in->weight.sum(); }), "has an adapter");
   converted->to(at::kBFloat16);
-  expect_contains(error_of<std::invalid_argument>([&] {
-                    converted(torch::ones({1, 8}, at::kBFloat16));
-                  }),
+  expect_contains(error_of<std::invalid_argument>([&] { converted(torch::ones({1, 8}, at::kBFloat16)); }),
                   "'in.weight': a quantized weight of 264 elements in");
 }
 
