@@ -38,7 +38,7 @@ CapturedWork::CapturedWork(c10::Device device, bool is_recording) : device_(devi
 CapturedWork::~CapturedWork() { work_on(device_) = nullptr; }
 
 CapturedWork* CapturedWork::running_on(c10::Device device) {
-  return device.is_cpu() ? nullptr : work_on(device).load();
+  return device.is_cuda() ? work_on(device).load() : nullptr;
 }
 
 CapturedWork* CapturedWork::recording_on(c10::Device device) {
