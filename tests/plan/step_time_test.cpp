@@ -11,6 +11,7 @@
 #include <tessera/launch.h>
 #include <tessera/plan/machine_speed.h>
 #include <tessera/plan/measured_step.h>
+#include <tessera/plan/memory_plan.h>
 #include <tessera/plan/step_time.h>
 #include <tessera/plan/timeline_page.h>
 #include "plan/calibrate/calibrate.h"
