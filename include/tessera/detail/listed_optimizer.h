@@ -19,7 +19,7 @@ namespace tessera::internal {
 
 // Base classes of options and states of Tessera's optimizers. `Derived` lists its fields once, in a visit() function:
 //
-//   template <class Visit> void visit(Visit visit) { visit("lr", lr()), visit("exp_avg", exp_avg()); }
+//   void visit(auto visit) { visit("lr", lr()), visit("exp_avg", exp_avg()); }
 //
 // libtorch's archives (in this file) and checkpoints (optimizer_state.h) call visit() to read and write fields. visit()
 // passes options as bool or double, and states as int64_t or tensors. Archives omit undefined tensors.
@@ -112,8 +112,7 @@ class ListedDecay : public ListedOptions<Derived> {
     require_option(weight_decay_ >= 0, Derived::kName, "weight_decay", weight_decay_, "0 or more");
   }
   // Calls visit(name, value) for each option.
-  template <class Visit>
-  void visit(Visit visit) {
+  void visit(auto visit) {
     visit("lr", lr_);
     visit("weight_decay", weight_decay_);
   }
@@ -140,8 +139,7 @@ class ListedBetas : public ListedDecay<Derived> {
     require_option(beta2_ >= 0 && beta2_ < 1, Derived::kName, "beta2", beta2_, "0 or more and below 1");
   }
   // Calls visit(name, value) for each option.
-  template <class Visit>
-  void visit(Visit visit) {
+  void visit(auto visit) {
     ListedDecay<Derived>::visit(visit);
     visit("beta1", beta1_);
     visit("beta2", beta2_);

@@ -22,8 +22,7 @@ struct AdafactorOptions : internal::ListedDecay<AdafactorOptions> {
  public:
   void check() const;  // throws std::invalid_argument if a value is out of range
   // Calls visit(name, value) for each option.
-  template <class Visit>
-  void visit(Visit visit) {
+  void visit(auto visit) {
     ListedDecay::visit(visit);
     visit("beta2_decay", beta2_decay());
     visit("eps1", eps1());
@@ -41,8 +40,7 @@ struct AdafactorParamState : internal::ListedState<AdafactorParamState> {
 
  public:
   // Calls visit(name, value) for each field.
-  template <class Visit>
-  void visit(Visit visit) {
+  void visit(auto visit) {
     visit("step", step());
     visit("exp_avg_sq_row", exp_avg_sq_row());
     visit("exp_avg_sq_col", exp_avg_sq_col());

@@ -24,8 +24,7 @@ struct AdamW8bitOptions : internal::ListedBetas<AdamW8bitOptions> {
  public:
   void check() const;  // throws std::invalid_argument if a value is out of range
   // Calls visit(name, value) for each option.
-  template <class Visit>
-  void visit(Visit visit) {
+  void visit(auto visit) {
     ListedBetas::visit(visit);
     visit("eps", eps());
     visit("decoupled", decoupled());
@@ -45,8 +44,7 @@ struct AdamW8bitParamState : internal::ListedState<AdamW8bitParamState> {
 
  public:
   // Calls visit(name, value) for each field.
-  template <class Visit>
-  void visit(Visit visit) {
+  void visit(auto visit) {
     visit("step", step());
     visit("exp_avg", exp_avg());
     visit("exp_avg_sq", exp_avg_sq());

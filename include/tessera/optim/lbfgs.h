@@ -29,8 +29,7 @@ struct LbfgsOptions : internal::ListedOptions<LbfgsOptions> {
  public:
   void check() const;  // throws std::invalid_argument if a value is out of range
   // Calls visit(name, value) for each option.
-  template <class Visit>
-  void visit(Visit visit) {
+  void visit(auto visit) {
     visit("lr", lr());
     internal::visit_whole_number(visit, "max_iter", max_iter());
     internal::visit_whole_number(visit, "max_eval", max_eval());
@@ -52,8 +51,7 @@ struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
   std::vector<at::Tensor> changes;  // changes of the gradient, one for each of `steps`
 
   // Calls visit(name, value) for each field.
-  template <class Visit>
-  void visit(Visit visit) {
+  void visit(auto visit) {
     visit("func_evals", func_evals);
     visit("n_iter", n_iter);
     auto bits = std::bit_cast<int64_t>(t);  // checkpoints store this double as the integer with the same bits

@@ -18,10 +18,7 @@ struct LionParamState : internal::ListedState<LionParamState> {
 
  public:
   // Calls visit(name, value) for each field.
-  template <class Visit>
-  void visit(Visit visit) {
-    visit("exp_avg", exp_avg());
-  }
+  void visit(auto visit) { visit("exp_avg", exp_avg()); }
 };
 
 // Lion (Chen et al., 2023, algorithm 2). The step is lr times the sign of a weighted average of momentum and gradient,

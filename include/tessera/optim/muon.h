@@ -29,8 +29,7 @@ struct MuonOptions : internal::ListedBetas<MuonOptions> {
  public:
   void check() const;  // throws std::invalid_argument if a value is out of range
   // Calls visit(name, value) for each option.
-  template <class Visit>
-  void visit(Visit visit) {
+  void visit(auto visit) {
     ListedBetas::visit(visit);
     visit("use_muon", use_muon());
     visit("momentum", momentum());
@@ -51,8 +50,7 @@ struct MuonParamState : internal::ListedState<MuonParamState> {
 
  public:
   // Calls visit(name, value) for each field.
-  template <class Visit>
-  void visit(Visit visit) {
+  void visit(auto visit) {
     visit("step", step());
     visit("momentum_buffer", momentum_buffer());
     visit("exp_avg", exp_avg());

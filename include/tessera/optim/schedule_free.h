@@ -24,8 +24,7 @@ struct ScheduleFreeOptions : internal::ListedBetas<ScheduleFreeOptions> {
  public:
   void check() const;  // throws std::invalid_argument if a value is out of range
   // Calls visit(name, value) for each option.
-  template <class Visit>
-  void visit(Visit visit) {
+  void visit(auto visit) {
     ListedBetas::visit(visit);
     visit("eps", eps());
     internal::visit_whole_number(visit, "warmup_steps", warmup_steps());
@@ -44,8 +43,7 @@ struct ScheduleFreeParamState : internal::ListedState<ScheduleFreeParamState> {
 
  public:
   // Calls visit(name, value) for each field. For checkpoints, passes each double as the integer with the same bits.
-  template <class Visit>
-  void visit(Visit visit) {
+  void visit(auto visit) {
     visit("step", step());
     auto visit_bits = [&](const char* name, double& field) {
       auto bits = std::bit_cast<int64_t>(field);
