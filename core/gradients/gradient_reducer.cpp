@@ -103,8 +103,11 @@ void ReductionQueue::wait(PendingReduction& reduction) {
   // The memory may belong to another stream than the current one, which uses or frees it.
   std::vector<at::Tensor> memory{reduction.reduced, reduction.wire, reduction.received};
   for (const auto& part : reduction.content.parts) memory.push_back(part.values);
+  const auto storage = [](const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); };
+  const void* recorded = nullptr;  // parts of one buffer follow each other
   for (const at::Tensor& tensor : memory)
-    if (tensor.defined() && !tensor.is_cpu()) tensor.record_stream(current_stream(tensor.device()));
+    if (tensor.defined() && !tensor.is_cpu() && storage(tensor) != std::exchange(recorded, storage(tensor)))
+      tensor.record_stream(current_stream(tensor.device()));
 }
 
 void ReductionQueue::divide_and_move(PendingReduction reduction) {
