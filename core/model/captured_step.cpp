@@ -60,6 +60,7 @@ struct CapturedStep::State {
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device().type()).getStreamFromGlobalPool(device());
   std::unique_ptr<GraphRecorder> recorder = make_graph_recorder();  // null after a failure
   bool is_captured = false;
+  at::Tensor seed;  // the gradient of the loss, 1; allocated before the recording, so that replays do not fill it
 
   struct Gradient {
     at::Tensor leaf, value;  // `value` is undefined if the leaf has no gradient
@@ -85,7 +86,6 @@ struct CapturedStep::State {
     std::pair<bool, at::ScalarType> autocast;  // whether it is on around the call, and its dtype
     bool has_optimizer = false;                // whether the graph contains the optimizer's step
     std::vector<RecordedStep> steps;
-    at::Tensor seed;  // the gradient of the loss, 1; allocated before the recording, so that replays do not fill it
     at::Tensor loss;
     GradNorm norm = GradNorm(0.0);
   };
@@ -109,12 +109,15 @@ struct CapturedStep::State {
   at::Tensor replay(const std::vector<at::Tensor>& given);
 };
 
+// The parameters of the wrapper, the optimizer and ignored modules, each once.
 std::vector<at::Tensor> CapturedStep::State::leaves() const {
   std::vector<at::Tensor> leaves = wrapper.parameters();
   for (const auto& of_group : optimizer.param_groups())
     leaves.insert(leaves.end(), of_group.params().begin(), of_group.params().end());
   for (const at::Tensor& parameter : wrapper.wrapped_module().parameters())
-    if (parameter.defined() && !is_paged(parameter)) leaves.push_back(parameter);  // of FsdpOptions::ignored_modules
+    if (parameter.defined() && !is_paged(parameter)) leaves.push_back(parameter);
+  std::ranges::sort(leaves, {}, &at::Tensor::unsafeGetTensorImpl);
+  leaves.erase(std::ranges::unique(leaves, {}, &at::Tensor::unsafeGetTensorImpl).begin(), leaves.end());
   return leaves;
 }
 
@@ -177,7 +180,6 @@ void CapturedStep::State::require_as_recorded() const {
                                     " since the capture, which replays do not follow: undo it, or make another "
                                     "CapturedStep"));
   };
-  if (leaves().size() != recorded.gradients.size()) fail("parameters were added to the optimizer or removed from it");
   for (const Gradient& gradient : recorded.gradients)
     if (gradient.leaf.requires_grad() != gradient.trains)
       fail(name_of(gradient.leaf), gradient.trains ? " was frozen" : " was unfrozen");
@@ -200,8 +202,8 @@ at::Tensor CapturedStep::State::run(const std::vector<at::Tensor>& given) {
   at::Tensor result = body(given);
   if (!result.defined() || result.numel() != 1 || !result.requires_grad())
     throw std::invalid_argument(where() + "the body must return a loss of one element that requires a gradient");
-  if (eager_steps > 0) recorded.seed = at::ones_like(result);
-  result.backward(recorded.seed);
+  if (eager_steps > 0) seed = at::ones_like(result);
+  result.backward(seed);
   if (max_norm) recorded.norm = wrapper.clip_grad_norm_on_device_(*max_norm);
   return result.detach();
 }
@@ -260,12 +262,10 @@ void CapturedStep::State::capture() {
     throw;
   }
   record_state();
-  try {
-    require_agreement(*comm, "the collectives of a captured step", collectives);
-  } catch (const std::exception&) {
-    recorder.reset();
-    throw;
-  }
+  const ScopeExit refused([this] {
+    if (!is_captured) recorder.reset();
+  });
+  require_agreement(*comm, "the collectives of a captured step", collectives);
   is_captured = true;
 }
 
