@@ -13,7 +13,7 @@
 #include <tessera/detail/parameter_parts.h>
 #include <tessera/optim/lamb.h>
 #include "checkpoint/format/safetensors_header.h"
-#include "core/model/module_state.h"
+#include "core/layout/shardable.h"
 #include "core/runtime/lazy_values.h"
 #include "core/runtime/require.h"
 #include "core/runtime/stream_uses.h"

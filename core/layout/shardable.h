@@ -12,6 +12,10 @@
 
 namespace tessera::internal {
 
+// Throws std::invalid_argument with `label` for a tensor without strided values: undefined, sparse, nested, quantized,
+// meta.
+void require_strided(const std::string& label, const at::Tensor& tensor);
+
 // Checks the parameters of a wrapper. `who` is the wrapper's name, for errors.
 //
 // Throws std::invalid_argument, naming parameter and rank, if a parameter is undefined, made in InferenceMode, not a

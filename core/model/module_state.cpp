@@ -5,11 +5,11 @@
 #include <map>
 #include <utility>
 
+#include "core/layout/shardable.h"
 #include "core/model/replica_comparison.h"
 #include "core/paging/residency.h"
 #include "core/runtime/lazy_values.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
-#include "core/runtime/require.h"
 
 namespace tessera::internal {
 namespace {
@@ -33,11 +33,6 @@ torch::OrderedDict<std::string, at::Tensor> parameters_by_name(const torch::nn::
   for (const PlannedParameter& parameter : registered_parameters(module))
     parameters.insert(parameter.fqn, parameter.tensor);
   return parameters;
-}
-
-void require_strided(const std::string& label, const at::Tensor& tensor) {
-  require(tensor.layout() == at::kStrided, label, " has layout ", tensor.layout(),
-          ", expected a strided one: register its indices and values, or a dense copy");
 }
 
 void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& comm, std::string_view what) {

@@ -23,9 +23,6 @@ std::vector<PlannedParameter> registered_parameters(const torch::nn::Module& mod
 // Returns the parameters by name. A tied parameter is listed under its first name.
 torch::OrderedDict<std::string, at::Tensor> parameters_by_name(const torch::nn::Module& module);
 
-// Throws std::invalid_argument with `label` if a tensor has no strides (for example a sparse tensor).
-void require_strided(const std::string& label, const at::Tensor& tensor);
-
 // Return one line for each parameter (name, dtype, shape, memory layout, frozen, full precision, ties) or buffer (name,
 // dtype, shape, expanded dimensions), for require_agreement(). describe_buffers() throws like require_strided().
 std::vector<std::string> describe_parameters(const std::vector<PlannedParameter>& parameters);

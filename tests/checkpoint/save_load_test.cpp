@@ -1115,6 +1115,31 @@ TEST(CheckpointSave, ASparseBufferIsRefusedByName) {
   });
 }
 
+// Copies between ranks would lose the scales of quantized tensors, and fail without a name for nested or meta tensors.
+TEST(CheckpointSave, QuantizedNestedAndMetaTensorsAreRefusedByName) {
+  struct WithOther : torch::nn::LinearImpl {
+    WithOther(const at::Tensor& other, bool is_buffer) : LinearImpl(2, 2) {
+      is_buffer ? register_buffer("other", other) : register_parameter("other", other, /*requires_grad=*/false);
+    }
+  };
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    for (const auto& [other, kind] : std::vector<std::pair<at::Tensor, std::string>>{
+             {torch::quantize_per_tensor(torch::ones({3}), 0.5, 0, at::kQInt8), "is quantized"},
+             {at::_nested_tensor_from_tensor_list({torch::ones({2}), torch::ones({3})}), "is nested"},
+             {torch::empty({3}, at::kMeta), "is on meta"}})
+      for (const bool is_buffer : {true, false}) {
+        const auto model = std::make_shared<WithOther>(other, is_buffer);
+        const std::string name = is_buffer ? "buffer 'other' " : "parameter 'other' on rank ";
+        for (const auto& error :
+             {error_of<std::invalid_argument>([&] { DistributedDataParallel ddp(model, comm); }),
+              error_of<std::invalid_argument>([&] { FullyShardedDataParallel fsdp(model, comm); })}) {
+          expect_contains(error, name);
+          expect_contains(error, kind + ", expected a strided one with values");
+        }
+      }
+  });
+}
+
 // A module whose buffer was created in inference mode.
 struct EvaluatedImpl : torch::nn::Module {
   explicit EvaluatedImpl(double value) {
