@@ -1,7 +1,6 @@
 // Checkpoints in object stores, which have neither renames nor locks. Each save writes to its own folder
 // "<target>/<id>/". Writing the manifest, which contains the folder's name, commits the save.
 #include <chrono>
-#include <cstdlib>
 #include <string>
 #include <vector>
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <pthread.h>
-#include <sys/types.h>
 
 #include <atomic>
 #include <chrono>
