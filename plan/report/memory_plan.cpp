@@ -182,6 +182,8 @@ int64_t copies_bytes(const RunRecord& record, const TrainingChoice& choice, int 
   const int64_t parameters = choice.offload ? optimizer / 2 : record.end[MemoryKind::kParameters];
   // The number of ranks that hold the same values. Each of them writes an equal part of these values.
   const int holders = choice.stage < 3 ? ranks : choice.ranks_per_copy > 0 ? ranks / choice.ranks_per_copy : 1;
+  require(ranks >= 1 && copies >= 0 && holders >= 1, "copies_bytes: ", copies, " copies on ", ranks,
+          " ranks, expected 0 or more copies, and ranks for a whole copy of the model");
   const int64_t own_parameters = parameters / holders;
   const int64_t own_optimizer = choice.stage == 1 || choice.stage == 2 ? optimizer : optimizer / holders;
   // The copies of two steps share the memory of frozen parameters. AdamW's state is twice the trained parameters' size.

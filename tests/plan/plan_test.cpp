@@ -180,6 +180,15 @@ TEST(PlanErrors, NameWhatCannotBeRun) {
 }
 
 // Also in a world of one, which could write a checkpoint of absent values.
+TEST(PlanErrors, CopiesNeedRanks) {
+  const auto refused = [](const TrainingChoice& choice, int ranks, int copies) {
+    return error_of<std::invalid_argument>([&] { copies_bytes({}, choice, ranks, copies); });
+  };
+  expect_contains(refused({}, 0, 1), "1 copies on 0 ranks");
+  expect_contains(refused({.stage = 3, .ranks_per_copy = 8}, 4, 1), "1 copies on 4 ranks");
+  expect_contains(refused({.stage = 3}, 4, -1), "-1 copies on 4 ranks");
+}
+
 TEST(PlanErrors, NameCheckpoints) {
   const TemporaryFolder folder;
   using Model = FullyShardedDataParallel<torch::nn::Linear>;

@@ -49,6 +49,7 @@ struct Machines {
 
 // Predicts ElasticRun::copied_bytes() between two copies. Memory then holds two steps of this rank's part and of
 // `copies` other parts. After a loss of ranks, it holds up to three steps of larger parts. `record` must use AdamW.
+// Throws std::invalid_argument for negative copies, and for fewer ranks than a copy of the model needs.
 int64_t copies_bytes(const RunRecord& record, const TrainingChoice& choice, int ranks, int copies);
 
 // Makes a dry run of the choice. Throws like model.run() and predict_step(), but stores libtorch's errors in `why_not`.
