@@ -1,4 +1,6 @@
 // Times of steps written by hand, which are known exactly, and of real ones.
+#include <sys/stat.h>
+
 #include <array>
 #include <filesystem>
 #include <fstream>
@@ -349,6 +351,8 @@ TEST(MeasuredStep, IsTheMedianOfATrace) {
   };
   expect_contains(refused(file, 1), "has 0 steps of rank 1");
   expect_contains(refused(folder.path() / "none.json", 0), "none.json cannot be read");
+  ASSERT_EQ(::mkfifo((folder.path() / "pipe.json").c_str(), 0600), 0);
+  expect_contains(refused(folder.path() / "pipe.json", 0), "pipe.json cannot be read");
   std::ofstream(folder.path() / "other.json") << "{}\n";
   expect_contains(refused(folder.path() / "other.json", 0), "is not a trace");
   expect_contains(refused(folder.write("pointer.json", kLfsPointer), 0), "pointer.json " + kLfsProblem);
