@@ -3,12 +3,17 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "core/runtime/require.h"
+
 namespace tessera::internal {
 
 CoreTurns::CoreTurns(size_t threads, int cores, std::function<void(size_t)> go_on)
     : cores_(static_cast<size_t>(cores)), go_on_(std::move(go_on)), threads_(threads) {}
 
 void CoreTurns::burst(size_t index, double seconds) {
+  constexpr double kMostSeconds = 1e4;  // millions of time slices
+  require(seconds <= kMostSeconds, "by the machine's speed, an operator or message takes ", seconds,
+          " s, expected at most ", kMostSeconds);
   Thread& thread = threads_[index];
   thread.left_s = std::max(seconds, 0.0);
   if (thread.state == State::kAsleep) make_ready(index);

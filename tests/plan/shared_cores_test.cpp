@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -92,6 +94,20 @@ TEST(CollectiveFlow, WorkOfRanks) {
   EXPECT_EQ(work_of(collective("reduce", 4, kBytes)).summed_bytes, 0.75 * kBytes);
   EXPECT_EQ(work_of(collective("all-reduce", 4, kBytes)).operations, 4);
   expect_contains(error_of<std::invalid_argument>([] { work_of(collective("gossip", 2, 8)); }), "gossip");
+}
+
+// The simulation has events in proportion to the time: a longer time would take hours.
+TEST(SharedCores, RefusesOperatorsOfHours) {
+  MachineSpeed speed = plain();
+  speed.cores = 1;
+  Script script;
+  script.compute(1);
+  script.wait(script.start("all-gather", 8, 2));
+  for (const double seconds : {std::numeric_limits<double>::infinity(), 1e9, std::nan("")}) {
+    speed.operator_s = seconds;
+    expect_contains(error_of<std::invalid_argument>([&] { predict_step(script.record, speed); }),
+                    "an operator or message");
+  }
 }
 
 // Ranks beyond the cores take turns: slice by slice, or in sequence if they soon wait for each other.
