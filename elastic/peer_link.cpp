@@ -1,6 +1,6 @@
 #include "elastic/peer_link.h"
 
-#include <fcntl.h>
+#include <c10/util/ScopeExit.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -211,19 +211,18 @@ PeerServer::PeerServer(const std::string& address, std::string id, std::function
   const auto found = resolve(address, 0);
   if (!found) throw std::runtime_error("tessera::Elastic: " + address + " is not a numeric address");
   listening_ = ::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, found->ai_protocol);
+  auto undo = c10::make_scope_exit([this] { ::close(listening_); });
   sockaddr_storage own{};
   socklen_t length = sizeof(own);
   if (listening_ < 0 || ::bind(listening_, found->ai_addr, found->ai_addrlen) != 0 ||
       ::listen(listening_, SOMAXCONN) != 0 ||
-      ::getsockname(listening_, reinterpret_cast<sockaddr*>(&own), &length) != 0) {
-    const std::string reason = std::strerror(errno);
-    if (listening_ >= 0) ::close(listening_);
-    throw std::runtime_error("tessera::Elastic: cannot listen at " + address + ": " + reason);
-  }
+      ::getsockname(listening_, reinterpret_cast<sockaddr*>(&own), &length) != 0)
+    throw std::runtime_error("tessera::Elastic: cannot listen at " + address + ": " + std::strerror(errno));
   port_ = ntohs(own.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&own)->sin6_port
                                           : reinterpret_cast<const sockaddr_in*>(&own)->sin_port);
   const SigpipeBlock no_sigpipe;  // the server's threads inherit the blocked signal
   acceptor_ = std::thread([this] { accept_connections(); });
+  undo.release();
 }
 
 PeerServer::~PeerServer() {
@@ -231,16 +230,14 @@ PeerServer::~PeerServer() {
   ::shutdown(listening_, SHUT_RDWR);  // ends accept()
   acceptor_.join();
   ::close(listening_);
-  std::map<int, std::thread> connections;
   {
     const std::lock_guard lock(mutex_);
-    for (const auto& [descriptor, thread] : connections_) ::shutdown(descriptor, SHUT_RDWR);
-    connections.swap(connections_);
+    for (const auto& [descriptor, thread] : connections_) {
+      ::shutdown(descriptor, SHUT_RDWR);
+      has_ended_.insert(descriptor);
+    }
   }
-  for (auto& [descriptor, thread] : connections) {
-    thread.join();
-    ::close(descriptor);
-  }
+  join_ended();
 }
 
 void PeerServer::accept_connections() {
@@ -283,7 +280,7 @@ void PeerServer::join_ended() {
   std::map<int, std::thread> ended;
   {
     const std::lock_guard lock(mutex_);
-    for (const auto& [descriptor, unused] : has_ended_) ended.insert(connections_.extract(descriptor));
+    for (const int descriptor : has_ended_) ended.insert(connections_.extract(descriptor));
     has_ended_.clear();
   }
   for (auto& [descriptor, thread] : ended) {
@@ -309,12 +306,11 @@ void PeerServer::serve(int descriptor) {
       }
       send_message(descriptor, answer, never);
     }
-  } catch (const Disconnected&) {    // NOLINT(bugprone-empty-catch): the other side has closed the connection
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): out of memory; the client sees the closing
+  } catch (...) {  // NOLINT(bugprone-empty-catch): Disconnected, or out of memory; the client sees the closing
   }
   ::shutdown(descriptor, SHUT_RDWR);
   const std::lock_guard lock(mutex_);
-  if (!ends_) has_ended_[descriptor] = true;
+  if (!ends_) has_ended_.insert(descriptor);
 }
 
 }  // namespace tessera::internal

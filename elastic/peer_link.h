@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -109,7 +110,7 @@ class PeerServer {
   std::vector<Stop> stops_ TESSERA_GUARDED_BY(mutex_);
   std::chrono::steady_clock::time_point last_turn_ TESSERA_GUARDED_BY(mutex_) = std::chrono::steady_clock::now();
   std::map<int, std::thread> connections_ TESSERA_GUARDED_BY(mutex_);  // threads, by descriptor
-  std::map<int, bool> has_ended_ TESSERA_GUARDED_BY(mutex_);
+  std::set<int> has_ended_ TESSERA_GUARDED_BY(mutex_);                 // descriptors
   std::thread acceptor_;
 };
 

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -24,6 +25,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -853,6 +855,21 @@ TEST(ElasticStart, RefusesAFolderWithAPipeInPlaceOfTheFile) {
   ElasticOptions options;
   options.rendezvous = folder.path();
   EXPECT_THROW(Elastic{options}, std::runtime_error);
+}
+
+TEST(ElasticServer, ClosesItsSocketIfNoThreadStarts) {
+  pthread_attr_t usual, large;
+  ASSERT_EQ(::pthread_getattr_default_np(&usual), 0);
+  ASSERT_EQ(::pthread_attr_init(&large), 0);
+  ASSERT_EQ(::pthread_attr_setstacksize(&large, size_t{1} << 46), 0);  // more than the address space has
+  ASSERT_EQ(::pthread_setattr_default_np(&large), 0);
+  const int before = ::dup(0);  // the lowest free descriptor
+  ::close(before);
+  EXPECT_THROW(PeerServer("127.0.0.1", "one", nullptr), std::system_error);
+  ASSERT_EQ(::pthread_setattr_default_np(&usual), 0);
+  const int after = ::dup(0);
+  ::close(after);
+  EXPECT_EQ(after, before);
 }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // these need much address space
