@@ -396,6 +396,7 @@ ElasticState::Outcome ElasticState::attempt(const std::function<void(ElasticRun&
     ElasticRunState own(*this, comm, change_, lost_at_);
     ElasticRun run = make(own);
     body(run);
+    process_.require_this("tessera::Elastic");
     own.finish();
     return Outcome::kFinished;
   } catch (const CommError& error) {
@@ -422,6 +423,7 @@ ElasticState::Outcome ElasticState::attempt(const std::function<void(ElasticRun&
 }
 
 void ElasticState::regroup() {
+  process_.require_this("tessera::Elastic");
   acceptor_.arrive(group_.generation, copies_.held());
   Regroup next(
       group_, rank_, acceptor_,

@@ -82,6 +82,7 @@ class ElasticState {
 
   // Counts as a group, so that the process settings, which end with the last group, stay in force between two groups.
   const LiveGroup between_groups_;
+  const GroupProcess process_;
   const ElasticOptions options_;
   int first_world_ = 0;
   const std::optional<ProcessEffects> effects_;

@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
 #include "tests/elastic/elastic_ranks.h"
@@ -196,6 +197,29 @@ TEST(ElasticDeath, SpawnElasticLeavesTheOthersRunning) {
   const TemporaryFolder other;
   EXPECT_EQ(spawn_job(other, 3), 128 + SIGKILL);
   EXPECT_THROW(spawn_elastic(3, 0, nullptr, {.least_ranks = 4}), std::invalid_argument);
+}
+
+// A child that returns from the body would otherwise form a group of its own, and run the body again.
+TEST(ElasticFork, AChildOfTheBodyIsNoMember) {
+  const pid_t member = run_in_child([] {
+    Elastic elastic(c10::make_intrusive<c10d::HashStore>(), 0, 1, quick_options());
+    pid_t child = -1;
+    std::string error;
+    try {
+      elastic.run([&](ElasticRun&) {
+        if (child < 0) child = ::fork();
+      });
+    } catch (const CommError& refusal) {
+      error = refusal.what();
+    }
+    if (child == 0) ::_exit(error.find("is a child (fork) of process") == std::string::npos ? 3 : 0);
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    if (!error.empty() || status != 0) ::_exit(4);
+  });
+  int status = 0;
+  ::waitpid(member, &status, 0);
+  EXPECT_EQ(status, 0);
 }
 
 TEST(ElasticDeath, OneOfTwoGoesOnAlone) {
