@@ -201,6 +201,7 @@ std::vector<std::string> internal::describe_objects(const StateObjects& state) {
 
 SavePlan internal::plan_save(const StateObjects& state, const json& extra, const SaveOptions& options) {
   const NoGradNoInferenceGuard quiet;
+  check_extra(extra);  // before a copy, which recurses
   const auto shards = in_dense_order(state.model.shards_to_save());
   const Communicator& comm = *state.model.comm();
   SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // if the caller passes `{}`, `extra` is null

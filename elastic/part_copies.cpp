@@ -229,7 +229,6 @@ PartCopy::PartCopy(CopyStore& store, CopyMemories& memories, UnchangedPieces& un
       plan_(plan_save(state, extra, {})),
       memory_(memories.take(HostCopies::bytes_for(plan_.pieces))),
       copies_(device_.is_cpu() ? tensor_of(memory_) : std::move(staging)) {
-  check_extra(plan_.extra);
   if (device_.is_cpu()) shared_ = unchanged_.take(name_.generation, frozen_, plan_.pieces, kBlockBytes);
   copies_.begin(plan_, device_, kBlockBytes);
   const SigpipeBlock no_sigpipe;  // the new thread inherits the blocked signal

@@ -198,7 +198,6 @@ void SaveJob::run(const std::function<SavePlan()>& plan) {
   const NestedRange range([&] { return what_; });
   on_all_ranks(*comm_, what_, [&] {
     plan_ = plan();
-    check_extra(plan_.extra);
     // Synchronizes here, because the writing thread has a different current stream.
     await_current_stream(comm_->device());
   });
@@ -219,7 +218,6 @@ void SaveJob::start(const std::function<SavePlan()>& plan) {
   try {
     on_all_ranks(*comm_, what_, [&] {
       plan_ = plan();
-      check_extra(plan_.extra);
       copied_ = plan_.watched.empty();
       copies_.begin(plan_, comm_->device(), options_.block_bytes);
       // The thread starts to work only after all ranks have started their threads.

@@ -434,6 +434,12 @@ TEST(Checkpoint, MisuseIsAnErrorOnEveryRank) {
     nlohmann::json deep = 1;
     for (int i = 0; i < 40; ++i) deep = nlohmann::json::array({deep});
     expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, deep); }), "deeper");
+    for (int i = 0; i < 200'000; ++i) {  // a copy of the result would overflow the stack
+      auto outer = nlohmann::json::array();
+      outer.push_back(std::move(deep));
+      deep = std::move(outer);
+    }
+    expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, deep); }), "deeper");
     expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {{"text", "\xff"}}); }),
                     "JSON");
     const double infinity = std::numeric_limits<double>::infinity();
