@@ -39,11 +39,9 @@ class StructureReader {
   // Returns the names of a structure's children from its context, or no names. The context of a dictionary or result
   // class is a list of names. A defaultdict has the names in `dict_context`, and a dataclass in the first of two lists.
   std::vector<std::string> names_of(const std::string& type, const json& context) const {
-    const json parsed =
-        context.is_string() ? json::parse(context.get<std::string>(), nullptr, /*allow_exceptions=*/false) : context;
-    const std::string own = parsed.is_string()    ? parsed.get<std::string>()
-                            : context.is_string() ? context.get<std::string>()
-                                                  : "";
+    const std::string text = context.is_string() ? context.get<std::string>() : "";
+    const json parsed = json::accept(text) ? parse_archive_json(text, "the context of a structure") : context;
+    const std::string own = parsed.is_string() ? parsed.get<std::string>() : text;
     for (const std::string& name : {own, type})
       if (const auto found = named_tuples_.find(name); found != named_tuples_.end()) return found->second;
     const json* keys = &parsed;

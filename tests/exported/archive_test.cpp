@@ -154,6 +154,16 @@ TEST(Archive, ADictWhoseChildrenHaveNoNamesIsRefused) {
   }
 }
 
+// The text of a context is JSON inside of JSON. To write a deep value as a name would overflow the stack.
+TEST(Archive, ADeepContextIsRefused) {
+  Changed archive("adapted");
+  json& text = archive.program["graph_module"]["module_call_graph"][0]["signature"]["in_spec"];
+  json spec = json::parse(text.get<std::string>());
+  spec[1]["children_spec"][1]["context"] = std::string(200'000, '[') + std::string(200'000, ']');
+  text = spec.dump();
+  expect_contains(archive.error(), "nested deeper than");
+}
+
 // Collects libtorch's warnings on this thread during its lifetime.
 class Warnings {
  public:
