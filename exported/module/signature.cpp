@@ -269,13 +269,10 @@ class ShapeCheck {
   };
 
   void bind(const std::string& symbol, int64_t value, const std::string& label) {
-    const auto [known, is_new] = symbols_.emplace(symbol, value);
-    if (is_new) {
-      labels_[symbol] = label;
-    } else if (known->second != value) {
-      throw std::invalid_argument(label + " is " + std::to_string(value) + ", but " + labels_.at(symbol) + " is " +
-                                  std::to_string(known->second) + ": they were the same when the model was exported");
-    }
+    const int64_t known = symbols_.emplace(symbol, value).first->second;
+    const std::string& first = labels_.emplace(symbol, label).first->second;
+    require(known == value, label, " is ", value, ", but ", first, " is ", known,
+            ": they were the same when the model was exported");
     const auto range = signature_.ranges_.find(symbol);
     if (range == signature_.ranges_.end()) return;
     const auto& [least, most] = range->second;
