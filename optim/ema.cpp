@@ -4,7 +4,6 @@
 #include <ATen/ops/_foreach_lerp.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/GradMode.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
@@ -12,6 +11,7 @@
 
 #include <tessera/detail/parameter_parts.h>
 #include <tessera/host_results.h>
+#include "core/runtime/no_grad_no_inference_guard.h"
 #include "optim/host/adam_update.h"
 #include "optim/state/optimizer_state.h"
 
@@ -55,9 +55,9 @@ class Ema::WithModel : public ModelShards {
   Ema& ema_;
 };
 
-Ema::Ema(ModelShards& model, EmaOptions options)
-    : model_(model), options_(options), updates_(at::zeros({}, at::TensorOptions(at::kCPU).dtype(at::kLong))) {
-  at::NoGradGuard no_grad;
+Ema::Ema(ModelShards& model, EmaOptions options) : model_(model), options_(options) {
+  const NoGradNoInferenceGuard quiet;
+  updates_ = at::zeros({}, at::TensorOptions(at::kCPU).dtype(at::kLong));
   require_agreement(*comm(), "the options of Ema",
                     {"decay=" + text_of(options.decay) + " warmup=" + text_of(options.warmup)});
   if (!(options.decay >= 0 && options.decay < 1))
@@ -119,7 +119,7 @@ at::Tensor Ema::source(const Average& average) {
 
 void Ema::update() {
   if (is_swapped_in_) throw std::logic_error("Ema::update() while the averages are swapped in");
-  at::NoGradGuard no_grad;
+  const NoGradNoInferenceGuard quiet;
   take_new_values(model_);
   const auto n = static_cast<double>(updates());
   const double decay = options_.warmup ? std::min(options_.decay, (1 + n) / (10 + n)) : options_.decay;
@@ -139,13 +139,13 @@ void Ema::update() {
 
 ScopeExit Ema::swap_in() {
   if (is_swapped_in_) throw std::logic_error("Ema::swap_in() while the averages are swapped in");
-  at::NoGradGuard no_grad;
+  const NoGradNoInferenceGuard quiet;
   take_new_values(model_);
   std::vector<at::Tensor> own;
   for (const Average& average : averages_) own.push_back(average.shard.tensor.detach().clone());
   is_swapped_in_ = true;
   ScopeExit scope([this, own] {
-    at::NoGradGuard quiet;
+    const NoGradNoInferenceGuard at_end;
     for (size_t i = 0; i < own.size(); ++i) averages_[i].shard.tensor.detach().copy_(own[i]);
     is_swapped_in_ = false;
   });

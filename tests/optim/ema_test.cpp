@@ -109,6 +109,24 @@ TEST(Ema, IsTheSameInEveryStageAtEveryWorldSize) {
   }
 }
 
+// Averages that are inference tensors could not be updated outside InferenceMode.
+TEST(Ema, MayBeMadeUnderInferenceMode) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    for (const int stage : {0, 3}) {
+      auto model = zero(seeded(5, [] { return Bare(); }), torch::optim::SGDOptions(0.1), comm, {.stage = stage});
+      std::optional<Ema> ema;
+      {
+        const c10::InferenceMode inference;
+        ema.emplace(model, EmaOptions{.decay = kDecay});
+      }
+      train(model, *ema, 0, 2);
+      const auto averaged = ema->swap_in();
+      EXPECT_EQ(ema->updates(), 2);
+      expect_same(copied(model.full_state_dict()), reference(2, false), 0, "stage " + std::to_string(stage));
+    }
+  });
+}
+
 // Averages the values of each rank: if copies are rounded, the averages of copies are those of rounded values.
 TEST(Ema, AveragesWhatOwnersStepOnTheHostAndSendRounded) {
   const auto sgd = torch::optim::SGDOptions(0.1);
