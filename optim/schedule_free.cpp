@@ -45,7 +45,8 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
       const double scheduled = k < warmup ? (k + 1) / warmup : 1.0;
       const double lr = options.lr() * scheduled * std::sqrt(1 - std::pow(options.beta2(), k + 1));
       state.lr_max(std::max(lr, state.lr_max()));
-      const double weight = std::pow(k + 1, options.r()) * std::pow(state.lr_max(), options.weight_lr_power());
+      double weight = std::pow(k + 1, options.r()) * std::pow(state.lr_max(), options.weight_lr_power());
+      if (!std::isfinite(weight)) weight = 0;  // lr_max is 0, and its power negative
       state.weight_sum(state.weight_sum() + weight);
       // The weight of this step's z in the average.
       const double share = state.weight_sum() > 0 ? weight / state.weight_sum() : 0;

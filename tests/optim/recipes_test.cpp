@@ -203,6 +203,18 @@ TEST(ScheduleFree, IsTheAlgorithm) {
   }
 }
 
+// The weight of a step without a rate would be infinite.
+TEST(ScheduleFree, AStepOfRateZeroHasNoWeight) {
+  at::Tensor own = torch::ones({3}).set_requires_grad(true);
+  ScheduleFreeAdamW optimizer({own}, ScheduleFreeOptions(0).weight_lr_power(-1));
+  own.mutable_grad() = torch::ones({3});
+  optimizer.step();
+  EXPECT_TRUE(torch::equal(own, torch::ones({3})));
+  optimizer.param_groups()[0].options().set_lr(0.1);
+  optimizer.step();
+  EXPECT_TRUE((own < 1).all().item<bool>());
+}
+
 // A swap that fails restores the parameters, and the next one succeeds.
 // In fp16, an eps of 1e-8 is 0, and a gradient of 0 would be divided by 0. The average of equal iterates is the
 // iterate.
