@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "core/model/shard_norm.h"
+#include "core/runtime/require.h"
 #include "optim/host/adam_update.h"
 
 namespace tessera {
@@ -27,11 +28,13 @@ void check_options(const torch::optim::OptimizerOptions& options) {
 }
 
 void require_steppable(const at::Tensor& parameter) {
-  if (parameter.grad().defined() && parameter.grad().layout() != at::kStrided)
-    throw std::invalid_argument("Lamb: a parameter of shape " + c10::str(parameter.sizes()) + " has a sparse gradient");
-  if (parameter.requires_grad() && !at::isFloatingType(parameter.scalar_type()))
-    throw std::invalid_argument(c10::str("Lamb: a parameter of shape ", parameter.sizes(), " is ",
-                                         parameter.scalar_type(), ", expected a floating-point type"));
+  const bool is_trained = parameter.requires_grad();
+  require(!is_trained || !parameter.is_meta(), "Lamb: a parameter of shape ", parameter.sizes(),
+          " has no values, expected those of materialize() or of a wrapper");
+  require(!parameter.grad().defined() || parameter.grad().layout() == at::kStrided, "Lamb: a parameter of shape ",
+          parameter.sizes(), " has a sparse gradient");
+  require(!is_trained || at::isFloatingType(parameter.scalar_type()), "Lamb: a parameter of shape ", parameter.sizes(),
+          " is ", parameter.scalar_type(), ", expected a floating-point type");
 }
 
 // Updates the state (m, v, t). Returns m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * parameter.
