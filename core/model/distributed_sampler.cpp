@@ -1,9 +1,9 @@
 #include <tessera/distributed_sampler.h>
 
-#include <c10/util/StringUtil.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <stdexcept>
@@ -21,22 +21,19 @@ int64_t draw(std::mt19937_64& random, int64_t bound) {
   return static_cast<int64_t>(random() % static_cast<uint64_t>(bound));
 }
 
-void require_at_least_one(int64_t value, const char* name) {
-  if (value < 1) throw std::invalid_argument(c10::str(name, " is ", value, ", expected 1 or more"));
-}
-
 // Upper limits of the items in one step and of the items before an epoch, so that sums of positions do not overflow.
 constexpr int64_t kMostItems = int64_t{1} << 40, kMostTaken = int64_t{1} << 62;
 
-void require_at_most(int64_t value, int64_t most, const char* name) {
-  if (value > most) throw std::invalid_argument(c10::str(name, " is ", value, ", expected at most ", most));
+void require_range(int64_t value, const char* name, int64_t least, int64_t most = std::numeric_limits<int64_t>::max()) {
+  require(value >= least, name, " is ", value, ", expected ", least, " or more");
+  require(value <= most, name, " is ", value, ", expected at most ", most);
 }
 
 }  // namespace
 
 EpochOrder::EpochOrder(int64_t items_numel, uint64_t seed, bool shuffle)
     : items_numel_(items_numel), seed_(seed), shuffle_(shuffle) {
-  require_at_least_one(items_numel, "items_numel");
+  require_range(items_numel, "items_numel", 1);
 }
 
 void EpochOrder::prepare(int64_t epoch, int64_t bound) {
@@ -53,12 +50,13 @@ void EpochOrder::prepare(int64_t epoch, int64_t bound) {
 }
 
 int64_t EpochOrder::item(int64_t place) {
+  require_range(place, "place", 0);
   prepare(place / items_numel_, bound_);
   return order_[place % items_numel_];
 }
 
 int64_t EpochOrder::draw_of_epoch(int64_t epoch, int64_t bound) {
-  require_at_least_one(bound, "bound");
+  require_range(bound, "bound", 1);
   prepare(epoch, bound);
   return drawn_;
 }
@@ -168,11 +166,9 @@ struct DistributedSampler::Position {
 DistributedSampler::DistributedSampler(int64_t items_numel, int rank, int world_size, DistributedSamplerOptions options)
     : position_(std::make_shared<Position>(Position{
           EpochOrder(items_numel, options.seed, options.shuffle), rank, world_size, options, {}, {}, {}, 0, {}})) {
-  require_at_least_one(world_size, "world_size");
-  require_at_least_one(options.batch_numel, "batch_numel");
-  require_at_least_one(options.accumulation, "accumulation");
-  require_at_most(options.batch_numel, kMostItems / world_size, "batch_numel");
-  require_at_most(options.accumulation, kMostItems / world_size / options.batch_numel, "accumulation");
+  require_range(world_size, "world_size", 1);
+  require_range(options.batch_numel, "batch_numel", 1, kMostItems / world_size);
+  require_range(options.accumulation, "accumulation", 1, kMostItems / world_size / options.batch_numel);
   require(rank >= 0 && rank < world_size, "rank is ", rank, ", expected 0 to ", world_size - 1);
   position_->set_drop_last(options.drop_last);
 }
@@ -221,8 +217,7 @@ void DistributedSampler::reset(std::optional<size_t> new_items_numel) {
 }
 
 void DistributedSampler::set_epoch(int64_t epoch) {
-  if (epoch < 0) throw std::invalid_argument("epoch is " + std::to_string(epoch) + ", expected 0 or more");
-  require_at_most(epoch, kMostTaken / position_->order.items_numel(), "epoch");
+  require_range(epoch, "epoch", 0, kMostTaken / position_->order.items_numel());
   if (epoch != this->epoch()) position_->begin_at(epoch * position_->order.items_numel());
 }
 

@@ -24,8 +24,8 @@ class EpochOrder {
   EpochOrder(int64_t items_numel, uint64_t seed, bool shuffle = true);
 
   int64_t items_numel() const { return items_numel_; }  // number of items in an epoch
-  // Returns the item at position `place` (0 or more) of the sequence, which is in epoch place / items_numel(). Keeps
-  // one epoch's permutation in memory, 8 bytes an item.
+  // Returns the item at position `place` of the sequence, which is in epoch place / items_numel(). Keeps one epoch's
+  // permutation in memory, 8 bytes an item. Throws std::invalid_argument for a negative place.
   int64_t item(int64_t place);
   // Returns a random number in [0, bound): the same in each call for an epoch. Throws std::invalid_argument unless
   // bound is above 0.

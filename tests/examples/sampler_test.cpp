@@ -46,6 +46,7 @@ TEST(Sampler, DrawsOfAnyBoundLeaveTheOrderOfItems) {
     EXPECT_EQ(with_draws.item(place), order.item(place));
   }
   EXPECT_THROW(order.draw_of_epoch(0, 0), std::invalid_argument);
+  EXPECT_THROW(order.item(-1), std::invalid_argument);
 }
 
 // Positions of later items would overflow.
