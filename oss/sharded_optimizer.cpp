@@ -149,13 +149,16 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
 void ShardedOptimizer::adopt_groups_from(size_t first_group) {
   const NoGradNoInferenceGuard quiet;  // buckets' memory, and so their parameters, must not be inference tensors
   std::unordered_map<const c10::TensorImpl*, size_t> group_of;
-  for (size_t group = 0; group < param_groups_.size(); ++group)
-    for (const at::Tensor& parameter : param_groups_[group].params())
-      if (const auto [known, is_new] = group_of.try_emplace(parameter.unsafeGetTensorImpl(), group);
-          !is_new && known->second != group)
-        throw std::invalid_argument("OSS on rank " + std::to_string(comm_->rank()) + ": a parameter of shape " +
-                                    c10::str(parameter.sizes()) + " is in group " + std::to_string(known->second) +
-                                    " and in group " + std::to_string(group));
+  for (size_t group = 0; group < param_groups_.size(); ++group) {
+    const auto &own = param_groups_[group].options(), &usual = defaults();
+    require(typeid(own) == typeid(usual), "OSS on rank ", comm_->rank(), ": group ", group,
+            " has options of another optimizer");
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      const auto [known, is_new] = group_of.try_emplace(parameter.unsafeGetTensorImpl(), group);
+      require(is_new || known->second == group, "OSS on rank ", comm_->rank(), ": a parameter of shape ",
+              parameter.sizes(), " is in group ", known->second, " and in group ", group);
+    }
+  }
   check_agreement(first_group);
   auto undo =
       c10::make_scope_exit([&, ownership = ownership_, partition = *partition_, costs = owned_costs_]() mutable {
@@ -307,10 +310,10 @@ void ShardedOptimizer::take_added_groups() {
   for (size_t group = 0; group < local_->param_groups().size(); ++group)
     for (size_t i = 0; i < param_groups_[group].params().size(); ++i, ++place) {
       const auto known = ownership_.find(param_groups_[group].params()[i].unsafeGetTensorImpl());
-      if (known == ownership_.end() || known->second.index > place)  // a smaller index is allowed: tied weights repeat
-        throw std::logic_error("OSS on rank " + std::to_string(comm_->rank()) + ": parameter " + std::to_string(i) +
-                               " of group " + std::to_string(group) +
-                               " is another than when the group was added: add new ones by add_param_group()");
+      // A smaller index is allowed: tied weights repeat.
+      require<std::logic_error>(known != ownership_.end() && known->second.index <= place, "OSS on rank ",
+                                comm_->rank(), ": parameter ", i, " of group ", group,
+                                " is another than when the group was added: add new ones by add_param_group()");
     }
   if (param_groups_.size() > local_->param_groups().size()) adopt_groups_from(local_->param_groups().size());
   const size_t count = all_parameters().size();

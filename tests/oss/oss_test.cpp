@@ -564,6 +564,10 @@ TEST(OssMistakes, AreNamed) {
     groups.emplace_back(parameters);
     expect_contains(error_of<std::invalid_argument>([&] { OSS<Adam>(groups, AdamOptions(1e-2), comm); }),
                     "is in group 0 and in group 1");
+    groups.pop_back();
+    groups[0].set_options(std::make_unique<torch::optim::SGDOptions>(1e-2));
+    expect_contains(error_of<std::invalid_argument>([&] { OSS<Adam>(groups, AdamOptions(1e-2), comm); }),
+                    "group 0 has options of another optimizer");
     for (const at::ScalarType dtype : {at::kFloat8_e5m2, at::kInt})
       expect_contains(error_of<std::invalid_argument>(
                           [&] { OSS<Adam>(parameters, AdamOptions(1e-2), comm, {.broadcast_dtype = dtype}); }),
