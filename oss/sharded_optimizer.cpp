@@ -551,7 +551,7 @@ const OptimizerStateDict& ShardedOptimizer::state_dict() const {
 void ShardedOptimizer::load_state_dict(const OptimizerStateDict& dict) {
   const auto call = begin_call(*calls_, *comm_, "load_state_dict()");
   require_matching(dict, *this);
-  at::NoGradGuard no_grad;
+  const NoGradNoInferenceGuard quiet;  // states must not be inference tensors
   const auto parameters = all_parameters();
   for (const at::Tensor& parameter : parameters) owner(parameter);  // throws if the parameter has no owner
   decltype(state_) states;
