@@ -52,7 +52,7 @@ void internal::warn(const std::string& text) noexcept {
     } else if (warnings().are_printed) {
       std::fprintf(stderr, "tessera: %s\n", text.c_str());
     }
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): a warning must not end the work
+  } catch (...) {  // NOLINT(bugprone-empty-catch): a warning must not end the work
   }
 }
 
