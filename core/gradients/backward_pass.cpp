@@ -85,7 +85,7 @@ void BackwardPass::finish_pass() {
     after_end();
   } catch (const CommError&) {
     throw;
-  } catch (const std::exception&) {
+  } catch (...) {
     failed();
     std::lock_guard lock(mutex_);
     recover();

@@ -218,7 +218,7 @@ PassUse GradientReducer::exchange_use() {
     });
   } catch (const CommError&) {
     throw;
-  } catch (const std::exception&) {
+  } catch (...) {
     log_.clear();
     clear_pass();
     throw;

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include <tessera/host_results.h>
+#include "core/comm/group_process.h"
 #include "core/comm/recordable_group.h"
 #include "core/gradients/backward_pass.h"
 #include "core/paging/residency.h"
@@ -246,19 +247,18 @@ void CapturedStep::State::capture() {
       recorded.loss = run(recorded.inputs);
       if (recorded.has_optimizer) optimizer.step();
     } catch (...) {
-      const std::exception_ptr reason = std::current_exception();
       try {
         recorder->end();
-      } catch (const std::exception&) {  // rethrows the first error below
+      } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): rethrows the first error
       }
-      std::rethrow_exception(reason);
+      throw;
     }
     recorder->end();
     collectives = work.collectives();
     recorded.steps = work.take_steps();
-  } catch (const std::exception& error) {
+  } catch (...) {
     recorder.reset();  // NCCL's abort waits until no graph refers to its communicator
-    comm->abort(where() + "the capture failed: " + error.what());
+    comm->abort(where() + "the capture failed: " + text_of(std::current_exception()));
     throw;
   }
   record_state();

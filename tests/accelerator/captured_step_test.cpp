@@ -9,6 +9,7 @@
 #include <optional>
 #include <thread>
 
+#include "core/runtime/graph_recorder.h"
 #include "tests/accelerator/captured_training.h"
 #include "tests/accelerator/simulated_training.h"
 #include "tests/support/temporary_folder.h"
@@ -399,6 +400,19 @@ TEST(CapturedStep, AReadOfTheHostFailsTheCapture) {
     if (comm->size() > 1)
       expect_contains(error_of<CommError>([&] { comm->throw_if_aborted("afterwards"); }), "the capture failed");
     EXPECT_LT(torch::rand({8}, comm->device()).max().item<float>(), 1);
+  });
+}
+
+TEST(CapturedStep, AnExceptionOfAnyTypeFailsTheCapture) {
+  const Simulation simulation;
+  accelerator::on_devices(std::min(2, accelerator::device_count()), [](std::shared_ptr<Communicator> comm) {
+    const auto step = [&](const at::Tensor&, const at::Tensor& y) {
+      if (CapturedWork::recording_on(comm->device()) != nullptr) throw 7;
+      return y.square().mean();
+    };
+    EXPECT_THROW(error_of_steps<std::exception>(*comm, comm, step), int);
+    if (comm->size() > 1)
+      expect_contains(error_of<CommError>([&] { comm->throw_if_aborted("afterwards"); }), "the capture failed");
   });
 }
 
