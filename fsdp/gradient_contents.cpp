@@ -52,21 +52,14 @@ void ShardedGradients::make_buckets() {
       paged->first_parameter = states_.size();
       const bool is_exempt = flat.parameters()[0].full_precision;
       const WireFormat wire = is_exempt ? WireFormat::kDtype : model_.options().wire.gradients;
-      GradientBucket bucket{flat.name(),
-                            {},
-                            flat.geometries(),
-                            flat.layout(),
-                            0,
-                            flat.reduce_dtype(),
-                            {},
-                            wire,
-                            &flat.gradient(),
-                            model_.offloads_gradients(*unit)};
+      std::vector<size_t> members;
       for (const at::Tensor& shard : flat.parameter_shards()) {
-        bucket.members.push_back(states_.size());
+        members.push_back(states_.size());
         states_.push_back({unit.get(), shard, shard.requires_grad()});
       }
-      buckets.push_back(std::move(bucket));
+      buckets.push_back({flat.name(), std::move(members), flat.geometries(), flat.layout(), /*owner=*/0,
+                         flat.reduce_dtype(), /*wire_dtype=*/std::nullopt, wire, &flat.gradient(),
+                         model_.offloads_gradients(*unit)});
     }
   }
   first_buckets.push_back(buckets.size());
@@ -160,11 +153,10 @@ void ShardedGradients::zero(size_t parameter) {
 void ShardedGradients::follow_freezing(size_t i) {
   const at::Tensor parameter = binding_.tensor(i);
   ParameterState& state = states_[i];
-  if (state.shard.requires_grad() != state.shard_requires_grad) {  // the user has changed the shard's requires_grad
+  if (state.shard.requires_grad() != state.shard_requires_grad)  // the user has changed the shard's requires_grad
     parameter.set_requires_grad(state.shard.requires_grad());
-  } else if (parameter.requires_grad() != state.shard.requires_grad()) {
+  else if (parameter.requires_grad() != state.shard.requires_grad())
     state.shard.set_requires_grad(parameter.requires_grad());
-  }
   state.shard_requires_grad = parameter.requires_grad();
 }
 

@@ -16,22 +16,15 @@ Unit::Unit(int index, const PlannedUnit& plan, const UnitContext& context, const
       summoned_(flat_parameters_, context.comm, context.memory, context.log) {
   const bool is_whole = context.comm.size() == 1 && context.source.engine == nullptr &&
                         std::ranges::none_of(flat_parameters_, [](auto& paged) { return paged->flat.is_cast(); });
-  for (auto& paged : flat_parameters_) {
-    if (is_whole) {
-      paged->page->attach(paged->flat.shard());
-    } else {
-      paged->page->watch_writes(paged->flat.shard_page());
-    }
-  }
+  for (auto& paged : flat_parameters_)
+    is_whole ? paged->page->attach(paged->flat.shard()) : paged->page->watch_writes(paged->flat.shard_page());
   if (is_whole) state_ = State::kWhole;
 }
 
 Unit::~Unit() {
-  for (auto& paged : flat_parameters_) {
-    paged->page->detach_pager();
-    for (const auto& page : {paged->exact_page.get(), paged->host_page.get()})
+  for (auto& paged : flat_parameters_)
+    for (Page* page : {paged->page.get(), paged->exact_page.get(), paged->host_page.get()})
       if (page != nullptr) page->detach_pager();
-  }
 }
 
 int64_t Unit::full_bytes() const {
@@ -173,10 +166,9 @@ uint32_t Unit::version() const {
 }
 
 void Unit::set_current(Page::GradMode mode) {
-  for (auto& paged : flat_parameters_) {
-    for (const auto& page : {paged->page.get(), paged->exact_page.get(), paged->host_page.get()})
+  for (auto& paged : flat_parameters_)
+    for (Page* page : {paged->page.get(), paged->exact_page.get(), paged->host_page.get()})
       if (page != nullptr && page->is_attached()) page->set_current(mode);
-  }
 }
 
 }  // namespace tessera::internal

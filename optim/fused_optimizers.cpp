@@ -157,21 +157,16 @@ struct RecordedAdam {
   bool has_replayed = false;
 };
 
-// Returns the captured work that runs on the parameters' device; null if there is none.
-CapturedWork* captured_work_of(const torch::optim::Optimizer& optimizer) {
+at::Device device_of(const torch::optim::Optimizer& optimizer) {
   for (const auto& group : optimizer.param_groups())
-    if (!group.params().empty()) return CapturedWork::running_on(group.params()[0].device());
-  return nullptr;
-}
-CapturedWork* recording_of(const torch::optim::Optimizer& optimizer) {
-  CapturedWork* const work = captured_work_of(optimizer);
-  return work != nullptr && work->is_recording() ? work : nullptr;
+    if (!group.params().empty()) return group.params()[0].device();
+  return at::kCPU;
 }
 
 void require_inputs(torch::optim::Optimizer& optimizer) { require_steppable(optimizer, kBesideTheParameter); }
 
 void fused_step(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen) {
-  CapturedWork* const work = recording_of(optimizer);
+  CapturedWork* const work = CapturedWork::recording_on(device_of(optimizer));
   std::vector<AdamUpdate> updates;
   const auto run = [&] {
     if (work == nullptr || updates.empty()) return fused_adam_update(std::exchange(updates, {}));
@@ -288,7 +283,7 @@ struct RecordedSgd {
 };
 
 void run_batches(torch::optim::SGD& optimizer, SgdBatches batches) {
-  if (CapturedWork* const work = recording_of(optimizer); work != nullptr && !batches.empty()) {
+  if (auto* const work = CapturedWork::recording_on(device_of(optimizer)); work != nullptr && !batches.empty()) {
     const auto recorded = std::make_shared<RecordedSgd>(*work, optimizer, std::move(batches));
     return work->add_step({[recorded] { return recorded->change(); }, [recorded] { recorded->prepare_replay(); }});
   }
@@ -326,7 +321,7 @@ at::Tensor FusedOptimizer<Base>::step(torch::optim::Optimizer::LossClosure closu
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "a fused step");
-  if (CapturedWork* const work = captured_work_of(*this); work != nullptr && has_recordable_step(*this))
+  if (auto* const work = CapturedWork::running_on(device_of(*this)); work != nullptr && has_recordable_step(*this))
     work->note_recordable(this);
   fused_step(*this, nullptr);
   return loss;

@@ -117,17 +117,13 @@ PassUse BackwardConsistencyCheck::read(ReducedReport& report) const {
   const int64_t* recomputed = used + parameters_.size();
   const int64_t* missing_by = recomputed + buckets_.size();
   PassUse use{std::vector<bool>(used, recomputed), std::vector<bool>(recomputed, missing_by)};
-  if (options_.refuse_uneven_use) check_even_use(missing_by, use);
+  for (const GradientBucket& bucket : buckets_)
+    for (const size_t i : bucket.members)
+      if (options_.refuse_uneven_use && use.used[i] && missing_by[i] > 0)
+        throw std::invalid_argument(c10::str("parameter '", parameters_[i].fqn, "' of ", bucket.name,
+                                             " had no gradient on rank ", mesh_.world->size() - missing_by[i],
+                                             ", but had one on others (refuse_uneven_use)"));
   return use;
-}
-
-void BackwardConsistencyCheck::check_even_use(const int64_t* missing_by, const PassUse& use) const {
-  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
-    for (const size_t i : buckets_[bucket].members)
-      if (use.used[i] && missing_by[i] > 0)
-        throw std::invalid_argument("parameter '" + parameters_[i].fqn + "' of " + buckets_[bucket].name +
-                                    " had no gradient on rank " + std::to_string(mesh_.world->size() - missing_by[i]) +
-                                    ", but had one on others (refuse_uneven_use)");
 }
 
 // With a static graph, throws if this pass used a parameter or recomputed a bucket that the first pass did not.

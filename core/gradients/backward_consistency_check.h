@@ -44,7 +44,6 @@ class BackwardConsistencyCheck {
  private:
   std::vector<int64_t> encoded(const PassUse& own) const;
   PassUse read(ReducedReport& report) const;
-  void check_even_use(const int64_t* missing_by, const PassUse& use) const;
   void refuse_unused(const PassUse& own) const;
   void require_same_work(ReducedReport& report) const;
   void require_same_gradients(const std::vector<std::string>& of_ranks) const;

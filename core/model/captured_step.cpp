@@ -124,11 +124,10 @@ std::vector<at::Tensor> CapturedStep::State::leaves() const {
 
 // Whether a graph may contain the optimizer's step. Excludes fp64: recorded kernels read the learning rate in fp32.
 bool CapturedStep::State::has_recordable_parameters() const {
-  return std::ranges::all_of(optimizer.param_groups(), [&](const torch::optim::OptimizerParamGroup& of_group) {
-    return std::ranges::all_of(of_group.params(), [&](const at::Tensor& parameter) {
-      return parameter.device() == device() && parameter.scalar_type() != at::kDouble;
-    });
-  });
+  for (const auto& of_group : optimizer.param_groups())
+    for (const at::Tensor& parameter : of_group.params())
+      if (parameter.device() != device() || parameter.scalar_type() == at::kDouble) return false;
+  return true;
 }
 
 void CapturedStep::State::clear_gradients() const {

@@ -1,6 +1,6 @@
 #include <tessera/model/data_parallel.h>
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
 
 #include <tessera/host_results.h>
 #include "core/gradients/backward_pass.h"
@@ -27,9 +27,7 @@ void DataParallel::set_gradient_divide_factor(double factor) {
 int64_t DataParallel::divide_gradients_by_sum(int64_t own) {
   require_outside_backward("divide_gradients_by_sum");
   // Also sums the number of ranks that passed a negative number, so that all ranks throw.
-  const at::Tensor own_counts = at::empty({2}, at::TensorOptions(at::kCPU).dtype(at::kLong));
-  own_counts[0].fill_(own);
-  own_counts[1].fill_(own < 0 ? 1 : 0);
+  const at::Tensor own_counts = at::tensor({own, int64_t{own < 0}}, at::TensorOptions(at::kCPU).dtype(at::kLong));
   const at::Tensor sums = reduce_to_host(*comm(), own_counts, ReduceOp::kSum, "what gradients are divided by");
   const int64_t total = sums[0].item<int64_t>();
   require(sums[1].item<int64_t>() == 0 && total != 0, "divide_gradients_by_sum on rank ", comm()->rank(), ": got ", own,

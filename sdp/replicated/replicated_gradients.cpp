@@ -181,17 +181,13 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
     return gradient;  // autograd adds it to `.grad`
   }
   if (gradient.defined()) binding_.require_no_hook_after(parameter);
-  require_own_forward(parameter);
+  // With owners, a gradient of another wrapper's forward would go to a rank whose optimizer may not step it.
+  if (owner_of_ && step_check_->is_replaced(tensor))
+    throw std::logic_error(binding_.label(parameter) +
+                           " has a gradient of a forward through another wrapper: train it through one wrapper");
   enter();
   if (reducer_.add(parameter, gradient)) reducer_.start_full_ones();
   return {};
-}
-
-// With owners, a gradient of another wrapper's forward would go to a rank whose optimizer may not step it.
-void ReplicatedGradients::require_own_forward(size_t parameter) const {
-  if (owner_of_ && step_check_->is_replaced(binding_.tensor(parameter)))
-    throw std::logic_error(binding_.label(parameter) +
-                           " has a gradient of a forward through another wrapper: train it through one wrapper");
 }
 
 // Called in a group of one rank without a divisor, where autograd accumulates gradients. Under no_sync(), marks the
@@ -262,11 +258,10 @@ void ReplicatedGradients::require_all_used() {
     if (states_[i].trainable && !std::exchange(states_[i].used, false) && binding_.tensor(i).requires_grad() && !unused)
       unused = binding_.label(i);
   if (unused)
-    throw std::runtime_error(
-        *unused +
-        " had no gradient on any rank in the last iteration, which "
-        "DdpOptions::find_unused_parameters = true would allow: gradients of such a parameter stay "
-        "as they were");
+    throw std::runtime_error(*unused +
+                             " had no gradient on any rank in the last iteration, which "
+                             "DdpOptions::find_unused_parameters = true would allow: gradients of such a parameter "
+                             "stay as they were");
 }
 
 // Hooks the outputs, so that the outermost backward begins the pass, not a nested backward that recomputes a part.

@@ -99,7 +99,6 @@ class ReplicatedGradients : public BackwardPass {
   bool gets_average(size_t parameter) const {
     return reducer_.buckets()[reducer_.bucket_of(parameter)].result != nullptr;
   }
-  void require_own_forward(size_t parameter) const;
   void note_passed_through(size_t parameter);
   void agree_on_order();
   void require_all_used();
