@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/memory/memory_cache.h"
+#include "core/runtime/graph_recorder.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
 #include "fsdp/checks/parameter_checks.h"
 
@@ -39,6 +40,7 @@ std::shared_ptr<void> Scheduler::use(const std::vector<Page*>& pages) {
     if (inside_backward()) enter();
   } else {
     require_use("a parameter of " + needed[0]->name() + " is used");
+    CapturedWork::note_use(model_.mesh().world->device(), shared_from_this());
     recover();
     // Inspects units at each use, because forward() itself may freeze or replace parameters.
     for (Unit* unit : needed) {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "core/runtime/graph_recorder.h"
+
 namespace tessera::internal {
 
 void ShardedGradients::show_version(const Unit& unit) {
@@ -45,6 +47,7 @@ void ShardedGradients::begin() {
 
 bool ShardedGradients::add(size_t parameter, const at::Tensor& gradient) {
   if (!binding_.tensor(parameter).requires_grad()) return false;  // the parameter was frozen after forward
+  CapturedWork::require_own(states_[parameter].shard, [&] { return binding_.label(parameter); });
   if (shard_placeholders_->is_in(parameter, states_[parameter].shard)) throw std::logic_error(reason(parameter));
   const auto unit = static_cast<size_t>(states_[parameter].unit->index());
   if (reducer_.add(parameter, gradient)) progress_.complete(unit, reducer_.bucket_of(parameter));

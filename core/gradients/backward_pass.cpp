@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <tessera/errors.h>
+#include "core/runtime/graph_recorder.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
 #include "core/runtime/warn.h"
 
@@ -32,7 +33,9 @@ struct BackwardPass::Token {
 BackwardPass::BackwardPass(at::Device device) : device_(device) {}
 
 BackwardPass::UserCall::UserCall(const BackwardPass& pass, const char* what) {
-  if (!inside_backward()) call_.emplace(pass.calls_, what, [&] { return pass.name(); });
+  if (inside_backward()) return;
+  call_.emplace(pass.calls_, what, [&] { return pass.name(); });
+  CapturedWork::note_use(pass.device_, std::const_pointer_cast<BackwardPass>(pass.shared_from_this()));
 }
 
 void BackwardPass::enter() {

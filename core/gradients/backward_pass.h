@@ -47,7 +47,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   // Sets the number by which sums of gradients over ranks are divided. Must be called between passes.
   virtual void set_divisor(double divisor) = 0;
   virtual std::optional<double> divisor() const = 0;  // empty: the number of ranks
-  // Prepares passes that will be recorded for replays (CapturedStep). Must be called just before the recording, on its
+  // Prepares passes that will be recorded for replays (CapturedStep). Must be called before and after the step, on its
   // stream. Throws std::invalid_argument for an option that needs the host in a pass, std::logic_error in a backward.
   virtual void prepare_capture() = 0;
   // Must be called before each replay. Abandons a failed pass, and applies the user's changes of parameters as a

@@ -87,10 +87,11 @@ struct CapturedStep::State {
     std::pair<bool, at::ScalarType> autocast;  // whether it is on around the call, and its dtype
     bool has_optimizer = false;                // whether the graph contains the optimizer's step
     std::vector<RecordedStep> steps;
+    CapturedWork::Passes passes;  // of all wrappers that the body uses
     at::Tensor loss;
     GradNorm norm = GradNorm(0.0);
   };
-  Recorded recorded;
+  Recorded recorded{.passes = {wrapper.backward_pass().shared_from_this()}};
 
   at::Device device() const { return comm->device(); }
   std::string where() const { return c10::str("CapturedStep on rank ", comm->rank(), ": "); }
@@ -205,11 +206,13 @@ at::Tensor CapturedStep::State::run(const std::vector<at::Tensor>& given) {
   if (eager_steps > 0) seed = at::ones_like(result);
   result.backward(seed);
   if (max_norm) recorded.norm = wrapper.clip_grad_norm_on_device_(*max_norm);
+  // Ends what other wrappers have begun, such as a teacher's all-gathers. Refuses their options in the first call.
+  for (const auto& pass : recorded.passes) pass->prepare_capture();
   return result.detach();
 }
 
 at::Tensor CapturedStep::State::run_eagerly(const std::vector<at::Tensor>& given) {
-  CapturedWork work(device(), /*is_recording=*/false);
+  CapturedWork work(device(), /*is_recording=*/false, leaves(), recorded.passes);
   std::vector<at::Tensor> here;
   for (const at::Tensor& input : given) here.push_back(input.to(device(), input.scalar_type(), /*non_blocking=*/true));
   if (!recorded.given) {
@@ -228,7 +231,7 @@ at::Tensor CapturedStep::State::run_eagerly(const std::vector<at::Tensor>& given
 
 // Captures the step. A failed recording aborts the group: other ranks would wait for collectives that never run.
 void CapturedStep::State::capture() {
-  wrapper.backward_pass().prepare_capture();
+  for (const auto& pass : recorded.passes) pass->prepare_capture();
   for (at::Tensor& input : recorded.inputs) input = at::empty_like(input);
   // Memory for the learning rates and step counts that the host sets before each replay. `room` is an upper limit.
   const auto room = static_cast<int64_t>((leaves().size() + 1) * (optimizer.param_groups().size() + 1));
@@ -239,7 +242,7 @@ void CapturedStep::State::capture() {
   c10::getDeviceAllocator(device().type())->emptyCache();
   std::vector<std::string> collectives;
   try {
-    CapturedWork work(device(), /*is_recording=*/true);
+    CapturedWork work(device(), /*is_recording=*/true, leaves(), recorded.passes);
     work.give_numbers(numbers);
     recorder->begin();
     try {
@@ -307,7 +310,7 @@ at::Tensor CapturedStep::operator()(const std::vector<at::Tensor>& inputs) {
   state.check(inputs);
   if (state.is_captured) {
     // Runs on the caller's stream, because prepare_replay() may read and free tensors of that stream.
-    state.wrapper.backward_pass().prepare_replay();
+    for (const auto& pass : state.recorded.passes) pass->prepare_replay();
     state.require_as_recorded();
   }
   const c10::Stream caller = current_stream(state.device());

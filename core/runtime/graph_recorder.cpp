@@ -29,7 +29,9 @@ std::unique_ptr<GraphRecorder> make_graph_recorder() {
 
 void set_graph_recorder_factory(GraphRecorderFactory factory) { chosen_factory = factory; }
 
-CapturedWork::CapturedWork(c10::Device device, bool is_recording) : device_(device), is_recording_(is_recording) {
+CapturedWork::CapturedWork(c10::Device device, bool is_recording, const std::vector<at::Tensor>& leaves, Passes& passes)
+    : device_(device), is_recording_(is_recording), passes_(passes) {
+  for (const at::Tensor& leaf : leaves) leaves_.insert(leaf.unsafeGetTensorImpl());
   CapturedWork* none = nullptr;
   if (!work_on(device_).compare_exchange_strong(none, this))
     throw std::logic_error("CapturedStep: a step inside another captured step on " + device.str());
@@ -43,7 +45,18 @@ CapturedWork* CapturedWork::running_on(c10::Device device) {
 
 CapturedWork* CapturedWork::recording_on(c10::Device device) {
   CapturedWork* const work = running_on(device);
-  return work != nullptr && work->is_recording() ? work : nullptr;
+  return work != nullptr && work->is_recording_ ? work : nullptr;
+}
+
+void CapturedWork::note_use(c10::Device device, const std::shared_ptr<BackwardPass>& pass) {
+  if (CapturedWork* const work = running_on(device)) work->passes_.insert(pass);
+}
+
+void CapturedWork::require_own(const at::Tensor& leaf, const std::function<std::string()>& label) {
+  const CapturedWork* const work = running_on(leaf.device());
+  if (work != nullptr && !work->leaves_.contains(leaf.unsafeGetTensorImpl()))
+    refuse(leaf.device(), "a gradient of " + label() + ", which another wrapper trains,",
+           "freeze that wrapper's parameters before the call, by requires_grad_(false)");
 }
 
 at::Tensor CapturedWork::take_numbers(int64_t count) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -16,6 +17,8 @@ class Optimizer;
 }
 
 namespace tessera::internal {
+
+class BackwardPass;
 
 // Records the work of a device once and replays it on the same memory: a CUDA graph, or a simulation in tests. Must be
 // used by one thread.
@@ -54,8 +57,10 @@ struct RecordedStep {
 // has at most one CapturedWork. The rank's thread and autograd's thread of the device use it in turn.
 class CapturedWork {
  public:
+  using Passes = std::set<std::shared_ptr<BackwardPass>>;
+  // `leaves`: the tensors that the step may give gradients. Adds to `passes` those of all wrappers that the step uses.
   // Throws std::logic_error if the device has a CapturedWork.
-  CapturedWork(c10::Device device, bool is_recording);
+  CapturedWork(c10::Device device, bool is_recording, const std::vector<at::Tensor>& leaves, Passes& passes);
   ~CapturedWork();
   CapturedWork(const CapturedWork&) = delete;
   CapturedWork& operator=(const CapturedWork&) = delete;
@@ -64,10 +69,14 @@ class CapturedWork {
   static CapturedWork* running_on(c10::Device device);
   // Returns the device's CapturedWork if it is recording; otherwise null.
   static CapturedWork* recording_on(c10::Device device);
-  bool is_recording() const { return is_recording_; }
   // If the device has a CapturedWork, throws std::invalid_argument, because `what` cannot be captured. The error
   // advises the user to do `instead`.
   static void refuse(c10::Device device, const std::string& what, const std::string& instead);
+
+  // If the device has a CapturedWork, tells it that it uses the wrapper of `pass`.
+  static void note_use(c10::Device device, const std::shared_ptr<BackwardPass>& pass);
+  // Throws std::invalid_argument if a CapturedWork gives a gradient to a leaf other than its own. `label` names it.
+  static void require_own(const at::Tensor& leaf, const std::function<std::string()>& label);
 
   // Adds a description to the recorded collectives, which are compared over the ranks.
   void add_collective(std::string description) { collectives_.push_back(std::move(description)); }
@@ -89,6 +98,8 @@ class CapturedWork {
  private:
   const c10::Device device_;
   const bool is_recording_;
+  std::unordered_set<const c10::TensorImpl*> leaves_;
+  Passes& passes_;
   std::vector<std::string> collectives_;
   std::unordered_set<const torch::optim::Optimizer*> recordable_;
   std::vector<RecordedStep> steps_;

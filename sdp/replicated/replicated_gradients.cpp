@@ -163,6 +163,7 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
   std::lock_guard lock(mutex_);
   const at::Tensor& tensor = binding_.tensor(parameter);
   if (!tensor.requires_grad()) return gradient;
+  CapturedWork::require_own(tensor, [&] { return binding_.label(parameter); });
   if (passes_through()) {
     if (gradient.defined()) note_passed_through(parameter);
     return gradient;
@@ -398,7 +399,7 @@ void ReplicatedGradients::prepare_capture() {
   NoGradNoInferenceGuard quiet;
   recover();
   binding_.move_hooks_to_current_stream();
-  flags_.last_forward_trained = true;
+  flags_.last_forward_trained |= !flags_.first_backward;
 }
 
 void ReplicatedGradients::prepare_replay() {
@@ -408,7 +409,7 @@ void ReplicatedGradients::prepare_replay() {
   recover();
   binding_.require_nothing_new();
   for (size_t i = 0; i < states_.size(); ++i) binding_.require_same_kind(i);
-  flags_.last_forward_trained = true;
+  flags_.last_forward_trained |= !flags_.first_backward;
 }
 
 void ReplicatedGradients::require_averages() const {

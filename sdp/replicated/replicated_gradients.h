@@ -124,7 +124,7 @@ class ReplicatedGradients : public BackwardPass {
     bool any_backward = false;     // whether a backward since the last forward had gradients
     bool is_forward_open = false;  // whether a training forward has begun and not returned
     bool first_backward = true;
-    bool last_forward_trained = false;  // also true after prepare_capture() and prepare_replay()
+    bool last_forward_trained = false;  // after a backward, also true after prepare_capture() and prepare_replay()
   };
   Flags flags_;
 };

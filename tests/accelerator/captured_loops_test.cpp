@@ -1,0 +1,279 @@
+// Users' loops around a CapturedStep: several models, accumulation, evaluation, averages, checkpoints. Each has the bits
+// of the eager loop, or is refused by name.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+
+#include "tests/accelerator/captured_training.h"
+#include "tests/accelerator/simulated_training.h"
+
+namespace tessera::captured_loops_test {
+using namespace internal;
+namespace {
+
+using accelerator::Simulation;
+using accelerator_training::difference;
+using accelerator_training::State;
+using captured_training::kFeatures;
+using captured_training::Net;
+using testing_support::error_of;
+using testing_support::expect_contains;
+using testing_support::seeded;
+using Inputs = std::vector<at::Tensor>;
+using Comm = std::shared_ptr<Communicator>;
+
+enum Kind { kFsdp, kKept, kSdp, kDdp };  // kKept: FSDP that keeps units unsharded after forward
+constexpr Kind kKinds[] = {kFsdp, kKept, kSdp, kDdp};
+
+// A model under one of the wrappers, with an AdamW of its parameters.
+struct Wrapped {
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  std::unique_ptr<DataParallel> wrapper;
+  std::function<at::Tensor(const at::Tensor&)> forward;
+};
+
+template <class Holder>
+Wrapped wrapped(Kind kind, Holder net, const Comm& comm) {
+  Wrapped made;
+  const auto keep = [&](auto wrapper) {
+    made.forward = [it = wrapper.get()](const at::Tensor& x) { return (*it)(x); };
+    made.wrapper = std::move(wrapper);
+  };
+  const auto options = torch::optim::AdamWOptions(1e-2);
+  if (kind == kSdp) {
+    auto oss = std::make_unique<OSS<AdamW>>(net->parameters(), options, comm);
+    keep(std::make_unique<ShardedDataParallel<Holder>>(net, *oss, comm));
+    made.optimizer = std::move(oss);
+    return made;
+  }
+  if (kind == kDdp)
+    keep(std::make_unique<DistributedDataParallel<Holder>>(net, comm));
+  else
+    keep(std::make_unique<FullyShardedDataParallel<Holder>>(
+        net, comm, FsdpOptions{.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .reshard_after_forward = kind == kFsdp}));
+  made.optimizer = std::make_unique<AdamW>(made.wrapper->parameters(), options);
+  return made;
+}
+
+Net net_on(const Communicator& comm, uint64_t seed = 5, double dropout = 0) {
+  Net net = seeded(seed, [&] { return Net(dropout); });
+  net->to(comm.device());
+  return net;
+}
+
+at::Tensor rows_of(const Communicator& comm, int step, int64_t rows = 4) {
+  return torch::full({rows, kFeatures}, 0.1 * (step + 1) * (comm.rank() + 1), comm.device()).tril();
+}
+
+// Runs loop(kind, comm, captures) on two devices with an eager loop, then with captured steps. Expects equal bits, no
+// races.
+using Loop = std::function<State(Kind kind, const Comm& comm, bool captures)>;
+void expect_equal_bits(const Loop& loop, std::vector<Kind> kinds = {std::begin(kKinds), std::end(kKinds)}) {
+  for (const Kind kind : kinds) {
+    SCOPED_TRACE(testing::Message() << "kind " << kind);
+    const Simulation simulation;
+    std::map<bool, State> states;
+    for (const bool captures : {false, true})
+      accelerator::on_devices(std::min(2, accelerator::device_count()), [&](Comm comm) {
+        State own = loop(kind, comm, captures);
+        if (comm->rank() == comm->size() - 1) states[captures] = std::move(own);
+      });
+    EXPECT_EQ(difference(states[false], states[true]), "");
+    for (const std::string& finding : Simulation::findings()) ADD_FAILURE() << finding;
+  }
+}
+
+using Step = std::function<at::Tensor(const Inputs&)>;
+Step eager_step(DataParallel& wrapper, torch::optim::Optimizer& optimizer, const CapturedStep::Body& body,
+                std::optional<double> max_norm = {}) {
+  return [&wrapper, &optimizer, body, max_norm](const Inputs& in) {
+    for (at::Tensor parameter : wrapper.parameters()) parameter.mutable_grad().reset();
+    optimizer.zero_grad();
+    at::Tensor loss = body(in);
+    loss.backward();
+    if (max_norm) wrapper.clip_grad_norm_on_device_(*max_norm);
+    optimizer.step();
+    return loss.detach();
+  };
+}
+// Returns a function that trains one step, captured or not.
+Step step_of(DataParallel& wrapper, torch::optim::Optimizer& optimizer, const CapturedStep::Body& body, bool captures,
+             std::optional<double> max_norm = {}) {
+  if (!captures) return eager_step(wrapper, optimizer, body, max_norm);
+  return [step = std::make_shared<CapturedStep>(wrapper, optimizer, body, max_norm)](const Inputs& in) {
+    return (*step)(in);
+  };
+}
+
+void note_parameters(State& state, const std::string& name, const DataParallel& wrapper) {
+  for (const auto& entry : wrapper.named_parameters()) state[name + entry.key()] = entry.value().detach().cpu();
+}
+
+// ---- several models ----------------------------------------------------------------------------------
+
+// A teacher in a wrapper of its own follows the student between replays, and is evaluated then.
+TEST(CapturedLoops, ATeacherInAWrapperOfItsOwn) {
+  for (const bool by_module : {false, true})
+    expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
+      Net net = net_on(*comm), teaching = net_on(*comm, 6);
+      Wrapped student = wrapped(kind, net, comm), teacher = wrapped(kind, teaching, comm);
+      for (at::Tensor parameter : teaching->parameters()) parameter.requires_grad_(false);
+      const auto teach = [&](const at::Tensor& x) {
+        const at::NoGradGuard no_grad;
+        return by_module ? teaching->forward(x) : teacher.forward(x);
+      };
+      const auto step = step_of(*student.wrapper, *student.optimizer, [&](const Inputs& in) {
+        return (student.forward(in[0]) - teach(in[0])).square().mean();
+      }, captures);
+      State state;
+      for (int i = 0; i < 8; ++i) {
+        state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
+        if (i % 2 == 0) state["taught " + std::to_string(i)] = teach(rows_of(*comm, 3)).cpu();
+        const at::NoGradGuard no_grad;
+        const auto own = teacher.wrapper->parameters(), of_student = student.wrapper->parameters();
+        for (size_t p = 0; p < own.size(); ++p) own[p].lerp_(of_student[p], 0.25);
+      }
+      note_parameters(state, "student ", *student.wrapper);
+      note_parameters(state, "teacher ", *teacher.wrapper);
+      return state;
+    });
+}
+
+// A momentum encoder that never trains, in training mode: each rank's running statistics are of its own batches.
+TEST(CapturedLoops, AMomentumEncoderWithBatchNorm) {
+  expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
+    const auto encoder = [&](uint64_t seed) {
+      torch::nn::Sequential net = seeded(seed, [] {
+        return torch::nn::Sequential(torch::nn::Linear(kFeatures, kFeatures), torch::nn::BatchNorm1d(kFeatures));
+      });
+      net->to(comm->device());
+      return net;
+    };
+    const auto net = encoder(5), following = encoder(6);
+    Wrapped own = wrapped(kind, net, comm), teacher = wrapped(kind, following, comm);
+    const CapturedStep::Body body = [&](const Inputs& in) {
+      at::Tensor taught;
+      {
+        const at::NoGradGuard no_grad;
+        taught = teacher.forward(in[0]);
+      }
+      return (own.forward(in[0]) - taught).square().mean();
+    };
+    const auto step = step_of(*own.wrapper, *own.optimizer, body, captures);
+    State state;
+    for (int i = 0; i < 8; ++i) {
+      state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
+      const at::NoGradGuard no_grad;
+      const auto to = teacher.wrapper->parameters(), from = own.wrapper->parameters();
+      for (size_t p = 0; p < to.size(); ++p) to[p].lerp_(from[p], 0.25);
+      if (i % 3 == 0) state["output " + std::to_string(i)] = teacher.forward(rows_of(*comm, i)).cpu();
+      for (const auto& buffer : following->named_buffers())
+        state[buffer.key() + std::to_string(i)] = buffer.value().cpu();
+    }
+    return state;
+  });
+}
+
+// Gradients flow through a frozen model to the trained one.
+TEST(CapturedLoops, APerceptualLossByAFrozenModel) {
+  expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
+    Net net = net_on(*comm), frozen = net_on(*comm, 6);
+    for (at::Tensor parameter : frozen->parameters()) parameter.requires_grad_(false);
+    Wrapped own = wrapped(kind, net, comm), judge = wrapped(kind == kSdp ? kDdp : kind, frozen, comm);
+    const auto step = step_of(*own.wrapper, *own.optimizer, [&](const Inputs& in) {
+      return (judge.forward(own.forward(in[0])) - judge.forward(in[1])).square().mean();
+    }, captures);
+    State state;
+    for (int i = 0; i < 7; ++i) {
+      state["loss " + std::to_string(i)] = step({rows_of(*comm, i), rows_of(*comm, i + 1)}).cpu();
+      const at::NoGradGuard no_grad;
+      state["judged " + std::to_string(i)] = judge.forward(rows_of(*comm, i)).cpu();
+    }
+    note_parameters(state, "", *own.wrapper);
+    return state;
+  });
+}
+
+// Only the generator's step is captured. The judge trains eagerly, and is frozen meanwhile.
+TEST(CapturedLoops, AGanWhoseJudgeTrainsEagerly) {
+  expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
+    Net net = net_on(*comm), judging = net_on(*comm, 6);
+    Wrapped own = wrapped(kind, net, comm), judge = wrapped(kind, judging, comm);
+    const auto judge_step = eager_step(*judge.wrapper, *judge.optimizer, [&](const Inputs& in) {
+      at::Tensor made;
+      {
+        const at::NoGradGuard no_grad;
+        made = own.forward(in[0]);
+      }
+      return (judge.forward(made) - judge.forward(in[1])).square().mean();
+    });
+    const auto step = step_of(*own.wrapper, *own.optimizer, [&](const Inputs& in) {
+      return judge.forward(own.forward(in[0])).square().mean();
+    }, captures);
+    State state;
+    for (int i = 0; i < 7; ++i) {
+      for (at::Tensor parameter : judging->parameters()) parameter.requires_grad_(true);
+      state["judge " + std::to_string(i)] = judge_step({rows_of(*comm, i), rows_of(*comm, i + 1)}).cpu();
+      for (at::Tensor parameter : judging->parameters()) parameter.requires_grad_(false);
+      state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
+    }
+    note_parameters(state, "own ", *own.wrapper);
+    note_parameters(state, "judge ", *judge.wrapper);
+    return state;
+  });
+}
+
+TEST(CapturedLoops, AJudgeThatIsNotFrozenIsRefusedInTheFirstCall) {
+  for (const Kind kind : kKinds) {
+    const Simulation simulation;
+    accelerator::on_devices(std::min(2, accelerator::device_count()), [&](Comm comm) {
+      Net net = net_on(*comm), judging = net_on(*comm, 6);
+      Wrapped own = wrapped(kind, net, comm), judge = wrapped(kind, judging, comm);
+      CapturedStep step(*own.wrapper, *own.optimizer,
+                        [&](const Inputs& in) { return judge.forward(own.forward(in[0])).square().mean(); });
+      const std::string error = error_of<std::invalid_argument>([&] { step({rows_of(*comm, 0)}); });
+      expect_contains(error, "a gradient of parameter 'norm.");
+      expect_contains(error, "which another wrapper trains, cannot be captured: freeze that wrapper's parameters");
+    });
+  }
+}
+
+TEST(CapturedLoops, ATeacherInHostMemoryIsRefusedInTheFirstCall) {
+  const Simulation simulation;
+  accelerator::on_devices(1, [&](Comm comm) {
+    Net net = net_on(*comm), teaching = net_on(*comm, 6);
+    Wrapped own = wrapped(kFsdp, net, comm);
+    FullyShardedDataParallel teacher(teaching, comm, {.offload = {.params = true, .grads = true}});
+    CapturedStep step(*own.wrapper, *own.optimizer, [&](const Inputs& in) {
+      return (own.forward(in[0]) - teacher(in[0]).detach()).square().mean();
+    });
+    expect_contains(error_of<std::invalid_argument>([&] { step({rows_of(*comm, 0)}); }), "FsdpOptions::offload");
+  });
+}
+
+// One optimizer trains the models of two wrappers.
+TEST(CapturedLoops, OneLossOfTwoWrappersAndOneOptimizer) {
+  expect_equal_bits(
+      [&](Kind kind, const Comm& comm, bool captures) {
+        Net net = net_on(*comm), other = net_on(*comm, 6);
+        Wrapped first = wrapped(kind, net, comm), second = wrapped(kind, other, comm);
+        auto parameters = first.wrapper->parameters();
+        for (const auto& parameter : second.wrapper->parameters()) parameters.push_back(parameter);
+        AdamW optimizer(parameters, torch::optim::AdamWOptions(1e-2));
+        const auto step = step_of(*first.wrapper, optimizer, [&](const Inputs& in) {
+          return second.forward(first.forward(in[0])).square().mean();
+        }, captures);
+        State state;
+        for (int i = 0; i < 7; ++i) state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
+        note_parameters(state, "first ", *first.wrapper);
+        note_parameters(state, "second ", *second.wrapper);
+        return state;
+      },
+      {kFsdp, kKept, kDdp});
+}
+
+}  // namespace
+}  // namespace tessera::captured_loops_test
