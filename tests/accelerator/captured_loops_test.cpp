@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <thread>
 
 #include "tests/accelerator/captured_training.h"
 #include "tests/accelerator/simulated_training.h"
@@ -273,6 +274,29 @@ TEST(CapturedLoops, OneLossOfTwoWrappersAndOneOptimizer) {
         return state;
       },
       {kFsdp, kKept, kDdp});
+}
+
+// ---- one model ---------------------------------------------------------------------------------------
+
+// A data loader's thread draws random numbers of the CPU while a checkpointed function runs.
+TEST(CapturedLoops, AThreadThatDrawsOnTheCpuWhileACheckpointedFunctionRuns) {
+  expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
+    Net net = net_on(*comm);
+    Wrapped own = wrapped(kind, net, comm);
+    const auto step = step_of(*own.wrapper, *own.optimizer, [&](const Inputs& in) {
+      return checkpointed(
+                 [](const at::Tensor& y) {
+                   std::thread([] { torch::rand({4}); }).join();
+                   return torch::tanh(y).square();
+                 },
+                 own.forward(in[0]))
+          .mean();
+    }, captures);
+    State state;
+    for (int i = 0; i < 7; ++i) state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
+    note_parameters(state, "", *own.wrapper);
+    return state;
+  });
 }
 
 }  // namespace
