@@ -26,7 +26,7 @@ PassUse BackwardConsistencyCheck::exchange(PassUse own, const std::function<bool
     return first_;
   }
   if (CapturedWork::recording_on(mesh_.world->device()) != nullptr) {
-    if (meanwhile()) refuse_unused(own);
+    if (meanwhile() && std::ranges::find(own.used, true) != own.used.end()) refuse_unused(own);
     return own;  // CapturedStep itself compares the ranks' collectives
   }
   ReducedReport report(*mesh_.world, log_.fingerprint(), encoded(own), "the end of backward");

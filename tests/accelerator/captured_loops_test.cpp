@@ -278,6 +278,24 @@ TEST(CapturedLoops, OneLossOfTwoWrappersAndOneOptimizer) {
 
 // ---- one model ---------------------------------------------------------------------------------------
 
+// A gradient penalty in the loss.
+TEST(CapturedLoops, APenaltyOnTheSlope) {
+  expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
+    Net net = net_on(*comm);
+    Wrapped own = wrapped(kind, net, comm);
+    const auto step = step_of(*own.wrapper, *own.optimizer, [&](const Inputs& in) {
+      const at::Tensor x = in[0].detach().requires_grad_();
+      const at::Tensor y = own.forward(x).square().mean();
+      const at::Tensor slope = torch::autograd::grad({y}, {x}, {torch::ones_like(y)}, true, true)[0];
+      return y + slope.square().sum();
+    }, captures);
+    State state;
+    for (int i = 0; i < 7; ++i) state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
+    note_parameters(state, "", *own.wrapper);
+    return state;
+  });
+}
+
 // A data loader's thread draws random numbers of the CPU while a checkpointed function runs.
 TEST(CapturedLoops, AThreadThatDrawsOnTheCpuWhileACheckpointedFunctionRuns) {
   expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
