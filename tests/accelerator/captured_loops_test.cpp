@@ -143,6 +143,32 @@ TEST(CapturedLoops, ATeacherInAWrapperOfItsOwn) {
     });
 }
 
+// The second capture comes while a replay of the first step is in flight.
+TEST(CapturedLoops, OneTeacherOfTwoStudents) {
+  expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
+    Wrapped teacher = wrapped(kind, net_on(*comm, 6), comm);
+    std::vector<Wrapped> students;
+    for (const uint64_t seed : {5, 7}) students.push_back(wrapped(kind, net_on(*comm, seed), comm));
+    std::vector<Step> steps;
+    for (const Wrapped& own : students) {
+      const CapturedStep::Body body = [&](const Inputs& in) {
+        at::Tensor taught;
+        {
+          const at::NoGradGuard no_grad;
+          taught = teacher.forward(in[0]);
+        }
+        return (own.forward(in[0]) - taught).square().mean();
+      };
+      steps.push_back(step_of(*own.wrapper, *own.optimizer, body, captures));
+    }
+    std::vector<at::Tensor> losses;
+    for (int i = 0; i < 14; ++i) losses.push_back(steps[i % 2]({rows_of(*comm, i)}));
+    State state;
+    for (size_t i = 0; i < losses.size(); ++i) state["loss " + std::to_string(i)] = losses[i].cpu();
+    return state;
+  });
+}
+
 // A momentum encoder that never trains, in training mode: each rank's running statistics are of its own batches.
 TEST(CapturedLoops, AMomentumEncoderWithBatchNorm) {
   expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {

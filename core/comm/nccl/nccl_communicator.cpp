@@ -339,6 +339,7 @@ void NcclCommunicator::require_whole_after(const std::exception& error, std::str
 
 // An aborted operation counts as complete, so the group must be checked before the result is used.
 void NcclCommunicator::require_ended(std::string_view what, bool all) {
+  if (CapturedWork::recording_on(device())) return require_whole(what);  // a recording must not query events
   const auto began = steady_clock::now();
   std::string waits_for;
   for (auto pause = std::chrono::microseconds(20);; pause = std::min(2 * pause, kLongestPause)) {
@@ -347,11 +348,10 @@ void NcclCommunicator::require_ended(std::string_view what, bool all) {
     if (waits_for.empty() && look.oldest) waits_for = look.oldest->description;
     require_whole(what);
     if (is_over) break;
-    if (!look.error.empty() && !is_loss_of_a_peer(look.error)) {
+    if (!look.error.empty() && !is_loss_of_a_peer(look.error))
       end_by(look.error);
-    } else {
+    else
       std::this_thread::sleep_for(pause);
-    }
   }
   if (!waits_for.empty()) count_wait(steady_clock::now() - began, waits_for);
 }
