@@ -1,5 +1,5 @@
-// Users' loops around a CapturedStep: several models, accumulation, evaluation, averages, checkpoints. Each has the bits
-// of the eager loop, or is refused by name.
+// Users' loops around a CapturedStep: several models, accumulation, evaluation, averages, checkpoints. Each has the
+// bits of the eager loop, or is refused by name.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -8,8 +8,10 @@
 #include <optional>
 #include <thread>
 
+#include "core/runtime/stream_uses.h"
 #include "tests/accelerator/captured_training.h"
 #include "tests/accelerator/simulated_training.h"
+#include "tests/support/temporary_folder.h"
 
 namespace tessera::captured_loops_test {
 using namespace internal;
@@ -54,7 +56,8 @@ Wrapped wrapped(Kind kind, Holder net, const Comm& comm) {
     keep(std::make_unique<DistributedDataParallel<Holder>>(net, comm));
   else
     keep(std::make_unique<FullyShardedDataParallel<Holder>>(
-        net, comm, FsdpOptions{.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .reshard_after_forward = kind == kFsdp}));
+        net, comm,
+        FsdpOptions{.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .reshard_after_forward = kind == kFsdp}));
   made.optimizer = std::make_unique<AdamW>(made.wrapper->parameters(), options);
   return made;
 }
@@ -126,9 +129,9 @@ TEST(CapturedLoops, ATeacherInAWrapperOfItsOwn) {
         const at::NoGradGuard no_grad;
         return by_module ? teaching->forward(x) : teacher.forward(x);
       };
-      const auto step = step_of(*student.wrapper, *student.optimizer, [&](const Inputs& in) {
-        return (student.forward(in[0]) - teach(in[0])).square().mean();
-      }, captures);
+      const auto step = step_of(
+          *student.wrapper, *student.optimizer,
+          [&](const Inputs& in) { return (student.forward(in[0]) - teach(in[0])).square().mean(); }, captures);
       State state;
       for (int i = 0; i < 8; ++i) {
         state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
@@ -210,9 +213,10 @@ TEST(CapturedLoops, APerceptualLossByAFrozenModel) {
     Net net = net_on(*comm), frozen = net_on(*comm, 6);
     for (at::Tensor parameter : frozen->parameters()) parameter.requires_grad_(false);
     Wrapped own = wrapped(kind, net, comm), judge = wrapped(kind == kSdp ? kDdp : kind, frozen, comm);
-    const auto step = step_of(*own.wrapper, *own.optimizer, [&](const Inputs& in) {
-      return (judge.forward(own.forward(in[0])) - judge.forward(in[1])).square().mean();
-    }, captures);
+    const auto step = step_of(
+        *own.wrapper, *own.optimizer,
+        [&](const Inputs& in) { return (judge.forward(own.forward(in[0])) - judge.forward(in[1])).square().mean(); },
+        captures);
     State state;
     for (int i = 0; i < 7; ++i) {
       state["loss " + std::to_string(i)] = step({rows_of(*comm, i), rows_of(*comm, i + 1)}).cpu();
@@ -237,9 +241,9 @@ TEST(CapturedLoops, AGanWhoseJudgeTrainsEagerly) {
       }
       return (judge.forward(made) - judge.forward(in[1])).square().mean();
     });
-    const auto step = step_of(*own.wrapper, *own.optimizer, [&](const Inputs& in) {
-      return judge.forward(own.forward(in[0])).square().mean();
-    }, captures);
+    const auto step = step_of(
+        *own.wrapper, *own.optimizer,
+        [&](const Inputs& in) { return judge.forward(own.forward(in[0])).square().mean(); }, captures);
     State state;
     for (int i = 0; i < 7; ++i) {
       for (at::Tensor parameter : judging->parameters()) parameter.requires_grad_(true);
@@ -274,9 +278,8 @@ TEST(CapturedLoops, ATeacherInHostMemoryIsRefusedInTheFirstCall) {
     Net net = net_on(*comm), teaching = net_on(*comm, 6);
     Wrapped own = wrapped(kFsdp, net, comm);
     FullyShardedDataParallel teacher(teaching, comm, {.offload = {.params = true, .grads = true}});
-    CapturedStep step(*own.wrapper, *own.optimizer, [&](const Inputs& in) {
-      return (own.forward(in[0]) - teacher(in[0]).detach()).square().mean();
-    });
+    CapturedStep step(*own.wrapper, *own.optimizer,
+                      [&](const Inputs& in) { return (own.forward(in[0]) - teacher(in[0]).detach()).square().mean(); });
     expect_contains(error_of<std::invalid_argument>([&] { step({rows_of(*comm, 0)}); }), "FsdpOptions::offload");
   });
 }
@@ -290,9 +293,9 @@ TEST(CapturedLoops, OneLossOfTwoWrappersAndOneOptimizer) {
         auto parameters = first.wrapper->parameters();
         for (const auto& parameter : second.wrapper->parameters()) parameters.push_back(parameter);
         AdamW optimizer(parameters, torch::optim::AdamWOptions(1e-2));
-        const auto step = step_of(*first.wrapper, optimizer, [&](const Inputs& in) {
-          return second.forward(first.forward(in[0])).square().mean();
-        }, captures);
+        const auto step = step_of(
+            *first.wrapper, optimizer,
+            [&](const Inputs& in) { return second.forward(first.forward(in[0])).square().mean(); }, captures);
         State state;
         for (int i = 0; i < 7; ++i) state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
         note_parameters(state, "first ", *first.wrapper);
@@ -304,17 +307,241 @@ TEST(CapturedLoops, OneLossOfTwoWrappersAndOneOptimizer) {
 
 // ---- one model ---------------------------------------------------------------------------------------
 
+// Several forwards before one backward, clipping and a schedule; the epoch's last batch, which is smaller, is eager.
+TEST(CapturedLoops, MicroBatchesInTheBodyAndASmallerLastBatch) {
+  expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
+    Net net = net_on(*comm);
+    Wrapped own = wrapped(kind, net, comm);
+    const CapturedStep::Body body = [&](const Inputs& in) {
+      at::Tensor sum = torch::zeros({}, comm->device());
+      for (const at::Tensor& part : in[0].chunk(2)) sum = sum + own.forward(part).square().mean() / 2;
+      return sum;
+    };
+    torch::optim::StepLR schedule(*own.optimizer, 2, 0.5);
+    const auto step = step_of(*own.wrapper, *own.optimizer, body, captures, 0.25);
+    const auto last = eager_step(*own.wrapper, *own.optimizer, body, 0.25);
+    State state;
+    for (int i = 0; i < 11; ++i) {
+      state["loss " + std::to_string(i)] =
+          i % 4 == 3 ? last({rows_of(*comm, i, 2)}).cpu() : step({rows_of(*comm, i)}).cpu();
+      schedule.step();
+    }
+    note_parameters(state, "", *own.wrapper);
+    return state;
+  });
+}
+
+// Averages of weights, which evaluations in eval() mode use between replays; dropout in training.
+TEST(CapturedLoops, AveragesAndEvaluationsBetweenReplays) {
+  expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
+    Net net = net_on(*comm, 5, 0.25);
+    Wrapped own = wrapped(kind, net, comm);
+    comm->barrier("models");
+    at::Generator generator = at::globalContext().defaultGenerator(comm->device());
+    generator.set_current_seed(7);
+    Ema averages(*own.wrapper, {.decay = 0.5});
+    const auto step = step_of(
+        *own.wrapper, *own.optimizer, [&](const Inputs& in) { return own.forward(in[0]).square().mean(); }, captures);
+    State state;
+    for (int i = 0; i < 9; ++i) {
+      state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
+      averages.update();
+      if (i % 2 == 0) continue;
+      net->eval();
+      {
+        const auto swapped = averages.swap_in();
+        const c10::InferenceMode inference;
+        state["evaluation " + std::to_string(i)] = own.forward(rows_of(*comm, 3)).cpu();
+      }
+      net->train();
+    }
+    note_parameters(state, "", *own.wrapper);
+    return state;
+  });
+}
+
+// A checkpoint that was saved between replays continues in an eager loop under each other wrapper.
+TEST(CapturedLoops, ACheckpointOfReplaysContinuesEagerly) {
+  const testing_support::TemporaryFolder folder;
+  expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
+    State state;
+    const auto path = folder.path() / ("saved" + std::to_string(kind) + (captures ? "c" : "e"));
+    {
+      Net net = net_on(*comm);
+      Wrapped own = wrapped(kind, net, comm);
+      const auto step = step_of(
+          *own.wrapper, *own.optimizer, [&](const Inputs& in) { return own.forward(in[0]).square().mean(); }, captures);
+      for (int i = 0; i < 8; ++i) {
+        step({rows_of(*comm, i)});
+        if (i == 5) save_checkpoint(path, *own.wrapper, *own.optimizer);
+      }
+    }
+    for (const Kind next : kKinds) {
+      Net net = net_on(*comm, 8);
+      Wrapped own = wrapped(next, net, comm);
+      load_checkpoint(path, *own.wrapper, *own.optimizer);
+      const auto step = eager_step(*own.wrapper, *own.optimizer,
+                                   [&](const Inputs& in) { return own.forward(in[0]).square().mean(); });
+      for (int i = 6; i < 9; ++i)
+        state["loss " + std::to_string(next) + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
+    }
+    return state;
+  });
+}
+
+// Layers are unfrozen one after another, with a new CapturedStep for each phase.
+TEST(CapturedLoops, LayersThatAreUnfrozenOneByOne) {
+  expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
+    Net net = net_on(*comm);
+    Wrapped own = wrapped(kind, net, comm);
+    State state;
+    for (int phase = 0; phase < 3; ++phase) {
+      for (int layer = 0; layer < 4; ++layer)
+        for (at::Tensor parameter : net->blocks[layer]->parameters()) parameter.requires_grad_(layer >= 3 - phase);
+      const auto step = step_of(
+          *own.wrapper, *own.optimizer, [&](const Inputs& in) { return own.forward(in[0]).square().mean(); }, captures);
+      for (int i = 0; i < 6; ++i)
+        state["loss " + std::to_string(phase) + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
+    }
+    note_parameters(state, "", *own.wrapper);
+    return state;
+  });
+}
+
+struct TiedImpl : torch::nn::Module {
+  TiedImpl() {
+    register_module("words", words);
+    register_module("inner", inner);
+    head = register_parameter("head", words->weight);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return at::linear(torch::tanh(inner(words(x.abs().sum(1).to(at::kLong) % 16))), head);
+  }
+  torch::nn::Embedding words{16, kFeatures};
+  torch::nn::Linear inner{kFeatures, kFeatures};
+  at::Tensor head;  // the weight of `words`
+};
+TORCH_MODULE(Tied);
+
+TEST(CapturedLoops, TiedWeightsUnderAutocast) {
+  expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
+    Tied net = seeded(5, [] { return Tied(); });
+    net->to(comm->device());
+    Wrapped own = wrapped(kind, net, comm);
+    const auto step = step_of(
+        *own.wrapper, *own.optimizer,
+        [&](const Inputs& in) {
+          const Autocast autocast(comm->device().type(), at::kBFloat16);
+          return own.forward(in[0]).to(at::kFloat).square().mean();
+        },
+        captures);
+    State state;
+    for (int i = 0; i < 7; ++i) state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
+    note_parameters(state, "", *own.wrapper);
+    return state;
+  });
+}
+
+// Two optimizers share the parameters of one wrapper. The second one steps after each call.
+TEST(CapturedLoops, ASecondOptimizerStepsAfterEachCall) {
+  expect_equal_bits(
+      [&](Kind kind, const Comm& comm, bool captures) {
+        Net net = net_on(*comm);
+        Wrapped own = wrapped(kind, net, comm);
+        const auto all = own.wrapper->parameters();
+        AdamW first(std::vector<at::Tensor>(all.begin(), all.begin() + 3), torch::optim::AdamWOptions(1e-2));
+        SGD second(std::vector<at::Tensor>(all.begin() + 3, all.end()), torch::optim::SGDOptions(1e-2).momentum(0.9));
+        const auto step = step_of(
+            *own.wrapper, first, [&](const Inputs& in) { return own.forward(in[0]).square().mean(); }, captures, 0.5);
+        State state;
+        for (int i = 0; i < 8; ++i) {
+          state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
+          second.step();
+        }
+        note_parameters(state, "", *own.wrapper);
+        return state;
+      },
+      {kFsdp, kKept, kDdp});
+}
+
+// Computes on a side stream in both directions.
+struct OnSideStream : torch::autograd::Function<OnSideStream> {
+  static at::Tensor on_side(const at::Tensor& x, const std::function<at::Tensor()>& compute) {
+    const c10::impl::VirtualGuardImpl impl(x.device().type());
+    const c10::Stream here = impl.getStream(x.device()), side = impl.getStreamFromGlobalPool(x.device());
+    order_streams(here, side);
+    at::Tensor result;
+    {
+      const c10::StreamGuard on(side);
+      x.record_stream(side);
+      result = compute();
+    }
+    order_streams(side, here);
+    result.record_stream(here);
+    return result;
+  }
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x) {
+    const at::Tensor result = on_side(x, [&] { return torch::tanh(x); });
+    context->save_for_backward({result});
+    return result;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const at::Tensor result = context->get_saved_variables()[0];
+    return {on_side(gradients[0], [&] { return gradients[0] * (1 - result * result); })};
+  }
+};
+
+TEST(CapturedLoops, AFunctionOfTheUsersOnASideStream) {
+  expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
+    Net net = net_on(*comm);
+    Wrapped own = wrapped(kind, net, comm);
+    const auto step = step_of(
+        *own.wrapper, *own.optimizer,
+        [&](const Inputs& in) { return OnSideStream::apply(own.forward(OnSideStream::apply(in[0]))).square().mean(); },
+        captures);
+    State state;
+    for (int i = 0; i < 7; ++i) state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
+    note_parameters(state, "", *own.wrapper);
+    return state;
+  });
+}
+
 // A gradient penalty in the loss.
 TEST(CapturedLoops, APenaltyOnTheSlope) {
   expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
     Net net = net_on(*comm);
     Wrapped own = wrapped(kind, net, comm);
-    const auto step = step_of(*own.wrapper, *own.optimizer, [&](const Inputs& in) {
-      const at::Tensor x = in[0].detach().requires_grad_();
-      const at::Tensor y = own.forward(x).square().mean();
-      const at::Tensor slope = torch::autograd::grad({y}, {x}, {torch::ones_like(y)}, true, true)[0];
-      return y + slope.square().sum();
-    }, captures);
+    const auto step = step_of(
+        *own.wrapper, *own.optimizer,
+        [&](const Inputs& in) {
+          const at::Tensor x = in[0].detach().requires_grad_();
+          const at::Tensor y = own.forward(x).square().mean();
+          const at::Tensor slope = torch::autograd::grad({y}, {x}, {torch::ones_like(y)}, true, true)[0];
+          return y + slope.square().sum();
+        },
+        captures);
+    State state;
+    for (int i = 0; i < 7; ++i) state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
+    note_parameters(state, "", *own.wrapper);
+    return state;
+  });
+}
+
+// The loss scaler steps an eager warm-up of the loop; captured steps follow.
+TEST(CapturedLoops, AScaledWarmUpBeforeCapturedSteps) {
+  expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
+    Net net = net_on(*comm);
+    Wrapped own = wrapped(kind, net, comm);
+    ShardedGradScaler scaler(comm, {.initial_scale = 8});
+    for (int i = 0; i < 3; ++i) {
+      own.optimizer->zero_grad();
+      scaler.scale(own.forward(rows_of(*comm, i)).square().mean()).backward();
+      scaler.step(*own.optimizer);
+      scaler.update();
+    }
+    const auto step = step_of(
+        *own.wrapper, *own.optimizer, [&](const Inputs& in) { return own.forward(in[0]).square().mean(); }, captures);
     State state;
     for (int i = 0; i < 7; ++i) state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
     note_parameters(state, "", *own.wrapper);
@@ -327,15 +554,18 @@ TEST(CapturedLoops, AThreadThatDrawsOnTheCpuWhileACheckpointedFunctionRuns) {
   expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
     Net net = net_on(*comm);
     Wrapped own = wrapped(kind, net, comm);
-    const auto step = step_of(*own.wrapper, *own.optimizer, [&](const Inputs& in) {
-      return checkpointed(
-                 [](const at::Tensor& y) {
-                   std::thread([] { torch::rand({4}); }).join();
-                   return torch::tanh(y).square();
-                 },
-                 own.forward(in[0]))
-          .mean();
-    }, captures);
+    const auto step = step_of(
+        *own.wrapper, *own.optimizer,
+        [&](const Inputs& in) {
+          return checkpointed(
+                     [](const at::Tensor& y) {
+                       std::thread([] { torch::rand({4}); }).join();
+                       return torch::tanh(y).square();
+                     },
+                     own.forward(in[0]))
+              .mean();
+        },
+        captures);
     State state;
     for (int i = 0; i < 7; ++i) state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
     note_parameters(state, "", *own.wrapper);

@@ -72,6 +72,41 @@ TEST(OssOffload, IsTheStepOnTheDeviceBitForBit) {
   }
 }
 
+// The zeros that take a dropped gradient's place must not be inference tensors, to which no backward could add.
+TEST(OssOffload, GradientsAreZeroedUnderInferenceMode) {
+  for (const int world : {1, 2})
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      const auto trained = [&](bool with_sdp, bool infers, const OssOptions& options) {
+        auto model = seeded(7, [] { return torch::nn::Linear(kWidth, kWidth); });
+        OSS<torch::optim::SGD> optimizer(model->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9), comm,
+                                         options);
+        std::optional<ShardedDataParallel<torch::nn::Linear>> sdp;
+        std::optional<DistributedDataParallel<torch::nn::Linear>> ddp;
+        with_sdp ? static_cast<void>(sdp.emplace(model, optimizer, comm)) : static_cast<void>(ddp.emplace(model, comm));
+        for (int step = 0; step < 6; ++step) {
+          {
+            const c10::InferenceMode mode(infers);
+            if (step % 3 == 0) optimizer.zero_grad(/*set_to_none=*/false);
+            if (step % 3 == 1) model->zero_grad(/*set_to_none=*/false);
+            if (step % 3 == 2) with_sdp ? sdp->zero_grad(false) : ddp->zero_grad(false);
+          }
+          const at::Tensor x = input(10 * step + comm->rank());
+          (with_sdp ? (*sdp)(x) : (*ddp)(x)).square().mean().backward();
+          optimizer.clip_grad_norm_(0.5);
+          optimizer.step();
+        }
+        return model->weight.detach().clone();
+      };
+      for (const bool with_sdp : {false, true}) {
+        const at::Tensor expected = trained(with_sdp, /*infers=*/false, {});
+        for (const bool infers : {false, true})
+          for (const bool drops : {false, true})
+            EXPECT_TRUE(same_values(trained(with_sdp, infers, {.offload = {.params = true, .grads = drops}}), expected))
+                << world << with_sdp << infers << drops;
+      }
+    });
+}
+
 // Memory and operators see different values: at 1 rank the step writes to memory, at more the publication does.
 TEST(OssOffload, ParametersWithANegativeBitAreSteppedByTheirValues) {
   for (const int world : {1, 2})
