@@ -1124,7 +1124,8 @@ TEST(CheckpointSave, ASparseBufferIsRefusedByName) {
 // Copies between ranks would lose the scales of quantized tensors, and fail without a name for nested or meta tensors.
 TEST(CheckpointSave, QuantizedNestedAndMetaTensorsAreRefusedByName) {
   struct WithOther : torch::nn::LinearImpl {
-    WithOther(const at::Tensor& other, bool is_buffer) : LinearImpl(2, 2) {
+    WithOther(const at::Tensor& other, bool is_buffer, at::Device device) : LinearImpl(2, 2) {
+      to(device);  // `other` stays on the CPU: simulated devices cannot hold all kinds
       is_buffer ? register_buffer("other", other) : register_parameter("other", other, /*requires_grad=*/false);
     }
   };
@@ -1134,7 +1135,7 @@ TEST(CheckpointSave, QuantizedNestedAndMetaTensorsAreRefusedByName) {
              {at::_nested_tensor_from_tensor_list({torch::ones({2}), torch::ones({3})}), "is nested"},
              {torch::empty({3}, at::kMeta), "is on meta"}})
       for (const bool is_buffer : {true, false}) {
-        const auto model = std::make_shared<WithOther>(other, is_buffer);
+        const auto model = std::make_shared<WithOther>(other, is_buffer, comm->device());
         const std::string name = is_buffer ? "buffer 'other' " : "parameter 'other' on rank ";
         for (const auto& error :
              {error_of<std::invalid_argument>([&] { DistributedDataParallel ddp(model, comm); }),
