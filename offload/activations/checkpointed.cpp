@@ -59,13 +59,13 @@ std::vector<at::Device> devices_in_use(const Tensors& tensors) {
 class ExecutionState {
  public:
   explicit ExecutionState(const std::vector<at::Device>& devices) {
-    // Skips devices in a recording, which draws no random numbers there: an earlier eager step would have thrown.
+    // Skips the generators in a recording, which draws no random numbers: an earlier eager step would have thrown.
     const bool is_recorded = std::ranges::any_of(
         devices, [](const at::Device& device) { return CapturedWork::recording_on(device) != nullptr; });
     for (const at::Device& device : devices) {
       casts_.emplace_back(device.type(), at::autocast::is_autocast_enabled(device.type()),
                           at::autocast::get_autocast_dtype(device.type()));
-      if (is_recorded && !device.is_cpu()) continue;
+      if (is_recorded) continue;
       at::Generator generator = at::globalContext().defaultGenerator(device);
       std::lock_guard lock(generator.mutex());
       generators_.push_back({device, generator, generator.get_state()});
@@ -73,17 +73,13 @@ class ExecutionState {
     cast_cache_ = at::autocast::is_autocast_cache_enabled();
   }
   // Keeps only generators on `devices` that the first call advanced. The recomputation must not change other
-  // generators, such as those of other ranks' devices. Throws std::invalid_argument if a captured step needs them.
+  // generators, such as those of other ranks' devices.
   void keep_used_generators(const std::vector<at::Device>& devices) {
     std::erase_if(generators_, [&](State& entry) {
       if (std::ranges::find(devices, entry.device) == devices.end()) return true;
       std::lock_guard lock(entry.generator.mutex());
       return at::equal(entry.generator.get_state(), entry.state);
     });
-    for (const State& drawn : generators_)
-      CapturedWork::refuse(drawn.device,
-                           "a checkpointed function that draws random numbers, whose state the host restores",
-                           "draw them outside of it");
   }
   bool draws() const { return !generators_.empty(); }
   void forget_generators() { generators_.clear(); }
@@ -184,6 +180,10 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     known.insert(known.end(), outputs.begin(), outputs.end());
     part->devices = devices_of(known);
     part->first_state->keep_used_generators(part->devices);
+    if (part->first_state->draws())
+      for (const at::Device& device : part->devices)
+        CapturedWork::refuse(device, "a checkpointed function that draws random numbers, whose state the host restores",
+                             "draw them outside of it");
     for (size_t i = 0; i < given.size(); ++i)
       require(part->versions[i].now() == part->versions[i].then, "a checkpointed function changed tensor ", i,
               " of its inputs in place, so that it cannot be called again: clone it first");

@@ -6,7 +6,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <thread>
 
 #include "core/runtime/stream_uses.h"
 #include "tests/accelerator/captured_training.h"
@@ -542,30 +541,6 @@ TEST(CapturedLoops, AScaledWarmUpBeforeCapturedSteps) {
     }
     const auto step = step_of(
         *own.wrapper, *own.optimizer, [&](const Inputs& in) { return own.forward(in[0]).square().mean(); }, captures);
-    State state;
-    for (int i = 0; i < 7; ++i) state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
-    note_parameters(state, "", *own.wrapper);
-    return state;
-  });
-}
-
-// A data loader's thread draws random numbers of the CPU while a checkpointed function runs.
-TEST(CapturedLoops, AThreadThatDrawsOnTheCpuWhileACheckpointedFunctionRuns) {
-  expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
-    Net net = net_on(*comm);
-    Wrapped own = wrapped(kind, net, comm);
-    const auto step = step_of(
-        *own.wrapper, *own.optimizer,
-        [&](const Inputs& in) {
-          return checkpointed(
-                     [](const at::Tensor& y) {
-                       std::thread([] { torch::rand({4}); }).join();
-                       return torch::tanh(y).square();
-                     },
-                     own.forward(in[0]))
-              .mean();
-        },
-        captures);
     State state;
     for (int i = 0; i < 7; ++i) state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
     note_parameters(state, "", *own.wrapper);

@@ -372,6 +372,15 @@ TEST(CapturedStep, PartsThatTheHostTakesPartInAreRefusedInEagerSteps) {
                               .mean();
                         }),
                     "a checkpointed function that draws random numbers");
+    expect_contains(error_of_steps<std::invalid_argument>(*comm, comm,
+                                                          [](const at::Tensor&, const at::Tensor& y) {
+                                                            const auto at_random_depth = [](const at::Tensor& in) {
+                                                              return torch::rand({}).item<float>() < 0.5 ? in.square()
+                                                                                                         : in.abs();
+                                                            };
+                                                            return checkpointed(at_random_depth, y).mean();
+                                                          }),
+                    "a checkpointed function that draws random numbers");
     const ShardedGradScaler scaler(comm);
     expect_contains(
         error_of_steps<std::invalid_argument>(
