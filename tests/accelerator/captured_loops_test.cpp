@@ -115,6 +115,19 @@ void note_parameters(State& state, const std::string& name, const DataParallel& 
   for (const auto& entry : wrapper.named_parameters()) state[name + entry.key()] = entry.value().detach().cpu();
 }
 
+// Trains seven steps. Returns the losses and the parameters.
+State trained(const Step& step, const Wrapped& own, const Comm& comm) {
+  State state;
+  for (int i = 0; i < 7; ++i) state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
+  note_parameters(state, "", *own.wrapper);
+  return state;
+}
+
+at::Tensor without_gradients(const Wrapped& model, const at::Tensor& x) {
+  const at::NoGradGuard no_grad;
+  return model.forward(x);
+}
+
 // ---- several models ----------------------------------------------------------------------------------
 
 // A teacher in a wrapper of its own follows the student between replays, and is evaluated then.
@@ -145,7 +158,7 @@ TEST(CapturedLoops, ATeacherInAWrapperOfItsOwn) {
     });
 }
 
-// The second capture comes while a replay of the first step is in flight.
+// The second step is captured while a replay of the first step is in flight.
 TEST(CapturedLoops, OneTeacherOfTwoStudents) {
   expect_equal_bits([&](Kind kind, const Comm& comm, bool captures) {
     Wrapped teacher = wrapped(kind, net_on(*comm, 6), comm);
@@ -154,12 +167,7 @@ TEST(CapturedLoops, OneTeacherOfTwoStudents) {
     std::vector<Step> steps;
     for (const Wrapped& own : students) {
       const CapturedStep::Body body = [&](const Inputs& in) {
-        at::Tensor taught;
-        {
-          const at::NoGradGuard no_grad;
-          taught = teacher.forward(in[0]);
-        }
-        return (own.forward(in[0]) - taught).square().mean();
+        return (own.forward(in[0]) - without_gradients(teacher, in[0])).square().mean();
       };
       steps.push_back(step_of(*own.wrapper, *own.optimizer, body, captures));
     }
@@ -184,12 +192,7 @@ TEST(CapturedLoops, AMomentumEncoderWithBatchNorm) {
     const auto net = encoder(5), following = encoder(6);
     Wrapped own = wrapped(kind, net, comm), teacher = wrapped(kind, following, comm);
     const CapturedStep::Body body = [&](const Inputs& in) {
-      at::Tensor taught;
-      {
-        const at::NoGradGuard no_grad;
-        taught = teacher.forward(in[0]);
-      }
-      return (own.forward(in[0]) - taught).square().mean();
+      return (own.forward(in[0]) - without_gradients(teacher, in[0])).square().mean();
     };
     const auto step = step_of(*own.wrapper, *own.optimizer, body, captures);
     State state;
@@ -233,12 +236,7 @@ TEST(CapturedLoops, AGanWhoseJudgeTrainsEagerly) {
     Net net = net_on(*comm), judging = net_on(*comm, 6);
     Wrapped own = wrapped(kind, net, comm), judge = wrapped(kind, judging, comm);
     const auto judge_step = eager_step(*judge.wrapper, *judge.optimizer, [&](const Inputs& in) {
-      at::Tensor made;
-      {
-        const at::NoGradGuard no_grad;
-        made = own.forward(in[0]);
-      }
-      return (judge.forward(made) - judge.forward(in[1])).square().mean();
+      return (judge.forward(without_gradients(own, in[0])) - judge.forward(in[1])).square().mean();
     });
     const auto step = step_of(
         *own.wrapper, *own.optimizer,
@@ -434,10 +432,7 @@ TEST(CapturedLoops, TiedWeightsUnderAutocast) {
           return own.forward(in[0]).to(at::kFloat).square().mean();
         },
         captures);
-    State state;
-    for (int i = 0; i < 7; ++i) state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
-    note_parameters(state, "", *own.wrapper);
-    return state;
+    return trained(step, own, comm);
   });
 }
 
@@ -499,10 +494,7 @@ TEST(CapturedLoops, AFunctionOfTheUsersOnASideStream) {
         *own.wrapper, *own.optimizer,
         [&](const Inputs& in) { return OnSideStream::apply(own.forward(OnSideStream::apply(in[0]))).square().mean(); },
         captures);
-    State state;
-    for (int i = 0; i < 7; ++i) state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
-    note_parameters(state, "", *own.wrapper);
-    return state;
+    return trained(step, own, comm);
   });
 }
 
@@ -520,10 +512,7 @@ TEST(CapturedLoops, APenaltyOnTheSlope) {
           return y + slope.square().sum();
         },
         captures);
-    State state;
-    for (int i = 0; i < 7; ++i) state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
-    note_parameters(state, "", *own.wrapper);
-    return state;
+    return trained(step, own, comm);
   });
 }
 
@@ -541,10 +530,7 @@ TEST(CapturedLoops, AScaledWarmUpBeforeCapturedSteps) {
     }
     const auto step = step_of(
         *own.wrapper, *own.optimizer, [&](const Inputs& in) { return own.forward(in[0]).square().mean(); }, captures);
-    State state;
-    for (int i = 0; i < 7; ++i) state["loss " + std::to_string(i)] = step({rows_of(*comm, i)}).cpu();
-    note_parameters(state, "", *own.wrapper);
-    return state;
+    return trained(step, own, comm);
   });
 }
 

@@ -20,7 +20,7 @@ target_compile_options(tessera_options INTERFACE $<BUILD_INTERFACE:-Wall -Wextra
   # For all targets, programs included: a precompiled header fits one set of options only. __FILE__ is relative to the
   # tree's root, so clones share results in ccache.
   $<BUILD_INTERFACE:-fPIC -ffile-prefix-map=${PROJECT_SOURCE_DIR}/=>
-  # gcc collects its garbage after each 128 MB, a tenth of the time of a large file; a heap below 1.5 GB needs it not.
+  # gcc would collect garbage from 128 MB on, which takes a tenth of a large file's time: not below 1.5 GB.
   $<BUILD_INTERFACE:$<$<CXX_COMPILER_ID:GNU>:SHELL:--param ggc-min-heapsize=1500000>>
   # Plain `cmake -B build`, of this or of a user's project, has no build type and would not optimise.
   $<BUILD_INTERFACE:$<$<CONFIG:>:-O3>>)
