@@ -25,9 +25,11 @@ PassUse BackwardConsistencyCheck::exchange(PassUse own, const std::function<bool
     meanwhile();
     return first_;
   }
-  if (CapturedWork::recording_on(mesh_.world->device()) != nullptr) {
-    if (meanwhile() && std::ranges::find(own.used, true) != own.used.end()) refuse_unused(own);
-    return own;  // CapturedStep itself compares the ranks' collectives
+  const auto is_any_used = [&] { return std::ranges::count(own.used, true) > 0; };  // false: only autograd::grad() ran
+  if (CapturedWork* const work = CapturedWork::recording_on(mesh_.world->device())) {
+    if (meanwhile() && is_any_used()) refuse_unused(own);
+    if (!is_any_used()) work->add_collective("the end of a backward without gradients of parameters");
+    return own;
   }
   ReducedReport report(*mesh_.world, log_.fingerprint(), encoded(own), "the end of backward");
   const bool must_know = meanwhile() || options_.refuse_uneven_use;
@@ -45,8 +47,7 @@ PassUse BackwardConsistencyCheck::exchange(PassUse own, const std::function<bool
     }
     late_reports_.look();
   }
-  const bool is_any_used = std::ranges::find(own.used, true) != own.used.end();  // false if only autograd::grad() ran
-  if (options_.is_static && is_any_used) first_ = own;
+  if (options_.is_static && is_any_used()) first_ = own;
   return own;
 }
 

@@ -302,6 +302,28 @@ TEST(CapturedLoops, OneLossOfTwoWrappersAndOneOptimizer) {
       {kFsdp, kKept, kDdp});
 }
 
+// In the capture, the last rank's pass gives the parameters no gradients. Replays cannot tell the other ranks.
+TEST(CapturedLoops, ARankWithoutGradientsInTheCaptureIsRefused) {
+  for (const Kind kind : kKinds) {
+    SCOPED_TRACE(testing::Message() << "kind " << kind);
+    const Simulation simulation;
+    accelerator::on_devices(std::min(2, accelerator::device_count()), [&](Comm comm) {
+      if (comm->size() == 1) return;
+      Net net = net_on(*comm);
+      Wrapped own = wrapped(kind, net, comm);
+      int calls = 0;
+      CapturedStep step(*own.wrapper, *own.optimizer, [&](const Inputs& in) {
+        const at::Tensor x = in[0].detach().requires_grad_();
+        const at::Tensor y = own.forward(x).square().mean();
+        if (++calls <= 3 || comm->rank() == 0) return y;
+        return x.square().mean() + torch::autograd::grad({y}, {x})[0].sum();
+      });
+      for (int i = 0; i < 3; ++i) step({rows_of(*comm, i)});
+      expect_contains(error_of<std::exception>([&] { step({rows_of(*comm, 3)}); }), "collectives of a captured step");
+    });
+  }
+}
+
 // ---- one model ---------------------------------------------------------------------------------------
 
 // Several forwards before one backward, clipping and a schedule; the epoch's last batch, which is smaller, is eager.
