@@ -86,25 +86,20 @@ class DeviceNumbers {
   const float increment_;
 };
 
-std::vector<size_t> group_sizes(const torch::optim::Optimizer& optimizer) {
-  std::vector<size_t> sizes;
-  for (const auto& group : optimizer.param_groups()) sizes.push_back(group.params().size());
-  return sizes;
-}
-
 // The parameter groups of an optimizer whose step is recorded. Only their learning rates may change between replays.
 class RecordedGroups {
  public:
   RecordedGroups(CapturedWork& work, torch::optim::Optimizer& optimizer)
-      : optimizer_(optimizer), sizes_(group_sizes(optimizer)), rates_(work, sizes_.size(), 0) {
+      : optimizer_(optimizer), rates_(work, optimizer.param_groups().size(), 0) {
     for (const auto& group : optimizer.param_groups()) options_.push_back(read_options(group.options()));
   }
 
   at::Tensor rate(size_t group) const { return rates_.number(group); }
 
-  // Returns a message if a group's size or an option other than "lr" has changed; else "". See RecordedStep.
+  // Returns a message if the number of groups or an option other than "lr" has changed; else "". See RecordedStep.
   std::string change() const {
-    if (group_sizes(optimizer_) != sizes_) return "parameters were added to the optimizer or removed from it";
+    if (const size_t count = optimizer_.param_groups().size(); count != options_.size())
+      return c10::str("the optimizer's groups have become ", count, " instead of ", options_.size());
     for (size_t group = 0; group < options_.size(); ++group) {
       const OptionList now = read_options(optimizer_.param_groups()[group].options());
       for (size_t i = 0; i < now.size(); ++i)
@@ -123,7 +118,6 @@ class RecordedGroups {
 
  private:
   torch::optim::Optimizer& optimizer_;
-  const std::vector<size_t> sizes_;
   std::vector<OptionList> options_;
   DeviceNumbers rates_;
 };

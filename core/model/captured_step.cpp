@@ -75,6 +75,11 @@ struct CapturedStep::State {
     std::shared_ptr<torch::nn::Module> module;
     bool trains = module->is_training();
   };
+  struct Settings {
+    std::optional<double> divisor;
+    std::pair<bool, at::ScalarType> autocast;  // whether it is on around the call, and its dtype
+    std::vector<size_t> group_sizes;           // of the optimizer
+  };
   // The memory that replays read and write, and the state of the model and the optimizer at the capture.
   struct Recorded {
     // Meta tensors with the dtypes, shapes and strides of the first call's inputs; empty before the first call.
@@ -83,9 +88,8 @@ struct CapturedStep::State {
     std::vector<Gradient> gradients;
     std::vector<Place> places;  // addresses of parameters and buffers
     std::vector<Mode> modes;
-    std::optional<double> divisor;
-    std::pair<bool, at::ScalarType> autocast;  // whether it is on around the call, and its dtype
-    bool has_optimizer = false;                // whether the graph contains the optimizer's step
+    Settings settings;
+    bool has_optimizer = false;  // whether the graph contains the optimizer's step
     std::vector<RecordedStep> steps;
     CapturedWork::Passes passes;  // of all wrappers that the body uses
     at::Tensor loss;
@@ -95,9 +99,7 @@ struct CapturedStep::State {
 
   at::Device device() const { return comm->device(); }
   std::string where() const { return c10::str("CapturedStep on rank ", comm->rank(), ": "); }
-  std::pair<bool, at::ScalarType> autocast() const {
-    return {at::autocast::is_autocast_enabled(device().type()), at::autocast::get_autocast_dtype(device().type())};
-  }
+  Settings settings() const;
   std::vector<at::Tensor> leaves() const;
   bool has_recordable_parameters() const;
   void clear_gradients() const;
@@ -121,6 +123,14 @@ std::vector<at::Tensor> CapturedStep::State::leaves() const {
   std::ranges::sort(leaves, {}, &at::Tensor::unsafeGetTensorImpl);
   leaves.erase(std::ranges::unique(leaves, {}, &at::Tensor::unsafeGetTensorImpl).begin(), leaves.end());
   return leaves;
+}
+
+CapturedStep::State::Settings CapturedStep::State::settings() const {
+  const auto type = device().type();
+  Settings now{wrapper.backward_pass().divisor(),
+               {at::autocast::is_autocast_enabled(type), at::autocast::get_autocast_dtype(type)}};
+  for (const auto& of_group : optimizer.param_groups()) now.group_sizes.push_back(of_group.params().size());
+  return now;
 }
 
 // Whether a graph may contain the optimizer's step. Excludes fp64: recorded kernels read the learning rate in fp32.
@@ -162,8 +172,7 @@ void CapturedStep::State::record_state() {
   }
   for (const auto& buffer : wrapper.named_buffers()) recorded.places.push_back({buffer.value()});
   for (const auto& module : wrapper.wrapped_module().modules()) recorded.modes.push_back({module});
-  recorded.divisor = wrapper.backward_pass().divisor();
-  recorded.autocast = autocast();
+  recorded.settings = settings();
 }
 
 std::string CapturedStep::State::name_of(const at::Tensor& tensor) const {
@@ -190,11 +199,12 @@ void CapturedStep::State::require_as_recorded() const {
   for (const Mode& mode : recorded.modes)
     if (mode.module->is_training() != mode.trains)
       fail("a ", mode.module->name(), " was put into ", mode.trains ? "evaluation" : "training", " mode");
-  if (wrapper.backward_pass().divisor() != recorded.divisor) fail("the divisor of gradients was changed");
-  const auto [is_on, dtype] = autocast();
-  if (is_on != recorded.autocast.first) fail("autocast around the call was switched ", is_on ? "on" : "off");
-  if (dtype != recorded.autocast.second)
-    fail("autocast's dtype has become ", dtype, " instead of ", recorded.autocast.second);
+  const Settings now = settings(), &then = recorded.settings;
+  if (now.group_sizes != then.group_sizes) fail("parameters were added to the optimizer or removed from it");
+  if (now.divisor != then.divisor) fail("the divisor of gradients was changed");
+  const auto [is_on, dtype] = now.autocast;
+  if (is_on != then.autocast.first) fail("autocast around the call was switched ", is_on ? "on" : "off");
+  if (dtype != then.autocast.second) fail("autocast's dtype has become ", dtype, " instead of ", then.autocast.second);
   for (const RecordedStep& step : recorded.steps)
     if (const std::string change = step.change(); !change.empty()) fail(change);
 }
@@ -206,7 +216,7 @@ at::Tensor CapturedStep::State::run(const std::vector<at::Tensor>& given) {
   if (eager_steps > 0) seed = at::ones_like(result);
   result.backward(seed);
   if (max_norm) recorded.norm = wrapper.clip_grad_norm_on_device_(*max_norm);
-  // Ends what other wrappers have begun, such as a teacher's all-gathers. Refuses their options in the first call.
+  // Ends the operations that other wrappers began, such as all-gathers of a teacher. Refuses their options early.
   for (const auto& pass : recorded.passes) pass->prepare_capture();
   return result.detach();
 }
