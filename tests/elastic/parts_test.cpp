@@ -518,7 +518,10 @@ TEST(ElasticStore, AnEndedProcessIsAnErrorAtOnce) {
 // Members that regroup as threads of this process.
 class Members {
  public:
-  explicit Members(int count) : acceptors_(static_cast<size_t>(count)), servers_(static_cast<size_t>(count)) {
+  explicit Members(int count)
+      : acceptors_(static_cast<size_t>(count)),
+        is_silent_(static_cast<size_t>(count)),
+        servers_(static_cast<size_t>(count)) {
     for (size_t i = 0; i < acceptors_.size(); ++i) {
       const std::string id = "member-" + std::to_string(i);
       servers_[i] = std::make_unique<PeerServer>("127.0.0.1", id, [this, i]() -> PeerServer::Session {
@@ -579,7 +582,7 @@ class Members {
  private:
   Decision group_;
   std::vector<Acceptor> acceptors_;
-  std::map<size_t, std::atomic<bool>> is_silent_;
+  std::vector<std::atomic<bool>> is_silent_;
   std::vector<std::unique_ptr<PeerServer>> servers_;
 };
 
