@@ -53,8 +53,6 @@ ScopeExit FullyShardedModule::refuse_use(std::string reason) {
 
 BackwardPass& FullyShardedModule::backward_pass() const { return *scheduler_; }
 
-const torch::nn::Module& FullyShardedModule::wrapped_module() const { return *scheduler_->model().module(); }
-
 ScopeExit FullyShardedModule::summon_full_params(SummonOptions options) {
   scheduler_->summon(options);
   return ScopeExit([scheduler = scheduler_, writeback = options.writeback] { scheduler->dismiss(writeback); });

@@ -152,11 +152,11 @@ void Scheduler::end() {
     release_freed_memory();
 }
 
-void Scheduler::abandon() {
+void Scheduler::abandon(bool reduced) {
   unsharded_.end_compute_span();
   unsharded_.post_backward(/*accumulates=*/false);
   gradients_.abandon();
-  if (failed_reducing()) model_.log().add("a failed backward");
+  if (reduced) model_.log().add("a failed backward");
   unsharded_.reshard_all();
 }
 

@@ -108,7 +108,7 @@ class Scheduler : public Pager, public BackwardPass {
   void begin() override;
   void end() override;
   void fail() override { gradients_.fail(); }
-  void abandon() override;
+  void abandon(bool reduced) override;
   void after_end() override { tell_observer(); }
   std::string name() const override;
   void after_failure() override;

@@ -48,7 +48,7 @@ std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::share
 }
 
 Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options)
-    : BackwardPass(comm->device()),
+    : BackwardPass(comm->device(), module),
       model_(module, std::move(comm), options, this),
       gradients_(model_,
                  [this](const auto& change) {

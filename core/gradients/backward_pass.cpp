@@ -30,7 +30,7 @@ struct BackwardPass::Token {
   bool is_over = true;     // false while the engine owns the token
 };
 
-BackwardPass::BackwardPass(at::Device device) : device_(device) {}
+BackwardPass::BackwardPass(at::Device device, const torch::nn::Module& module) : device_(device), module_(module) {}
 
 BackwardPass::UserCall::UserCall(const BackwardPass& pass, const char* what) {
   if (inside_backward()) return;
@@ -100,13 +100,12 @@ void BackwardPass::failed() {
   std::lock_guard lock(mutex_);
   NoGradNoInferenceGuard quiet;
   pass_call_.reset();
-  failed_ = true;
-  failed_reducing_ = reduces();
+  failed_ = reduces();
   fail();
 }
 
 void BackwardPass::recover() {
-  if (std::exchange(failed_, false)) abandon();
+  if (const auto reduced = std::exchange(failed_, {})) abandon(*reduced);
 }
 
 void BackwardPass::require_capturable(std::initializer_list<std::pair<bool, const char*>> options) const {

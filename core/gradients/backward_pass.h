@@ -1,6 +1,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <torch/nn/module.h>
 
 #include <memory>
 #include <mutex>
@@ -53,15 +54,17 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   // Must be called before each replay. Abandons a failed pass, and applies the user's changes of parameters as a
   // forward does. Throws the errors of prepare_capture(), and std::logic_error for changes that a forward would refuse.
   virtual void prepare_replay() = 0;
+  const torch::nn::Module& module() const { return module_; }
 
  protected:
-  explicit BackwardPass(at::Device device);  // `device`: the device of the parameters
+  BackwardPass(at::Device device, const torch::nn::Module& module);  // of the parameters; must outlive this object
   virtual void begin() = 0;
   // Called on the engine's thread. backward() rethrows exceptions of end(). An exception other than CommError fails the
   // pass, which is abandoned at once. After a CommError the group is aborted, so no operation is left in flight.
   virtual void end() = 0;
-  virtual void fail() = 0;     // called before backward() throws: must not be collective, must not throw
-  virtual void abandon() = 0;  // blocks until no operation of the failed pass is in flight
+  virtual void fail() = 0;  // called before backward() throws: must not be collective, must not throw
+  // Blocks until no operation of the failed pass is in flight. `reduced`: whether other ranks may have waited for it.
+  virtual void abandon(bool reduced) = 0;
   // Called after end(), with `mutex_` unlocked. If this function throws, the pass fails.
   virtual void after_end() {}
   virtual std::string name() const = 0;  // the wrapper's name and rank, for errors
@@ -81,8 +84,6 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   void recover();  // abandons the last pass if it failed; else a no-op
   // Throws the errors of prepare_capture(). `options`: for each option that needs the host, whether it is set.
   void require_capturable(std::initializer_list<std::pair<bool, const char*>> options) const;
-  // Whether the last failed pass would have reduced gradients, so that other ranks may have waited for this rank.
-  bool failed_reducing() const { return failed_reducing_; }
 
   mutable std::mutex mutex_;
 
@@ -94,12 +95,12 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   void count_no_sync_scope(int change);
 
   const at::Device device_;
+  const torch::nn::Module& module_;
   mutable SingleThreadChecker calls_;
   std::unique_ptr<SingleThreadChecker::Call> pass_call_;  // null if no pass is running
   std::weak_ptr<Token> token_;                            // the engine owns the token until the pass ends
-  bool failed_ = false;                                   // true until the failed pass is abandoned
-  bool failed_reducing_ = false;
-  int no_sync_scopes_ = 0;  // number of open scopes, which may close in any order
+  std::optional<bool> failed_;                            // until a failed pass is abandoned: abandon()'s argument
+  int no_sync_scopes_ = 0;                                // number of open scopes, which may close in any order
 };
 
 }  // namespace tessera::internal

@@ -118,7 +118,7 @@ std::vector<at::Tensor> CapturedStep::State::leaves() const {
   std::vector<at::Tensor> leaves = wrapper.parameters();
   for (const auto& of_group : optimizer.param_groups())
     leaves.insert(leaves.end(), of_group.params().begin(), of_group.params().end());
-  for (const at::Tensor& parameter : wrapper.wrapped_module().parameters())
+  for (const at::Tensor& parameter : wrapper.backward_pass().module().parameters())
     if (parameter.defined() && !is_paged(parameter)) leaves.push_back(parameter);
   std::ranges::sort(leaves, {}, &at::Tensor::unsafeGetTensorImpl);
   leaves.erase(std::ranges::unique(leaves, {}, &at::Tensor::unsafeGetTensorImpl).begin(), leaves.end());
@@ -170,8 +170,12 @@ void CapturedStep::State::record_state() {
     recorded.gradients.push_back({leaf, leaf.grad(), leaf.requires_grad()});
     recorded.places.push_back({leaf});
   }
-  for (const auto& buffer : wrapper.named_buffers()) recorded.places.push_back({buffer.value()});
-  for (const auto& module : wrapper.wrapped_module().modules()) recorded.modes.push_back({module});
+  for (const auto& pass : recorded.passes) {
+    for (const auto& buffer : defined_buffers(pass->module())) recorded.places.push_back({buffer.value()});
+    for (const at::Tensor& parameter : pass->module().parameters())
+      if (parameter.defined() && !is_paged(parameter)) recorded.places.push_back({parameter});
+    for (const auto& module : pass->module().modules()) recorded.modes.push_back({module});
+  }
   recorded.settings = settings();
 }
 
@@ -180,7 +184,7 @@ std::string CapturedStep::State::name_of(const at::Tensor& tensor) const {
     if (parameter.value().is_same(tensor)) return "parameter '" + parameter.key() + "'";
   for (const auto& buffer : wrapper.named_buffers())
     if (buffer.value().is_same(tensor)) return "buffer '" + buffer.key() + "'";
-  return "a parameter of the optimizer";
+  return "a tensor of the optimizer or of another wrapper";
 }
 
 // Throws std::logic_error if the state has changed since the capture: replays would ignore the change.

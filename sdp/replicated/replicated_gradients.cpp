@@ -48,7 +48,7 @@ std::shared_ptr<ReplicatedGradients> ReplicatedGradients::make(std::shared_ptr<t
 ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> module,
                                          std::vector<PlannedParameter> parameters, std::shared_ptr<Communicator> comm,
                                          std::string who, OwnerOf owner_of, ReplicatedOptions options)
-    : BackwardPass(comm->device()),
+    : BackwardPass(comm->device(), *module),
       mesh_{comm, comm, nullptr},
       owner_of_(std::move(owner_of)),
       options_(options),
@@ -351,9 +351,9 @@ bool ReplicatedGradients::is_lost(size_t parameter) const {
   return states_[parameter].grad == GradState::kLost && placeholder_->is_in(parameter, binding_.tensor(parameter));
 }
 
-void ReplicatedGradients::abandon() {
+void ReplicatedGradients::abandon(bool reduced) {
   reducer_.abandon();
-  if (failed_reducing()) log_.add("a failed backward");  // so that ranks detect that only some of them failed
+  if (reduced) log_.add("a failed backward");  // so that ranks detect that only some of them failed
   for (size_t i = 0; i < states_.size(); ++i)
     if (!is_lost(i)) states_[i].grad = GradState::kOrdinary;
 }

@@ -74,7 +74,7 @@ class ReplicatedGradients : public BackwardPass {
   void begin() override;
   void end() override;
   void fail() override;
-  void abandon() override;
+  void abandon(bool reduced) override;
   std::string name() const override { return binding_.owner(); }
 
  private:

@@ -281,6 +281,41 @@ TEST(CapturedLoops, ATeacherInHostMemoryIsRefusedInTheFirstCall) {
   });
 }
 
+TEST(CapturedLoops, ChangesOfATeacherThatReplaysWouldIgnoreAreRefused) {
+  for (const Kind kind : kKinds) {
+    const Simulation simulation;
+    accelerator::on_devices(std::min(2, accelerator::device_count()), [&](Comm comm) {
+      Net net = net_on(*comm);
+      torch::nn::Sequential teaching(torch::nn::Linear(kFeatures, kFeatures), torch::nn::BatchNorm1d(kFeatures),
+                                     torch::nn::Dropout());
+      teaching->to(comm->device());
+      teaching->eval();
+      for (at::Tensor parameter : teaching->parameters()) parameter.requires_grad_(false);
+      Wrapped own = wrapped(kind, net, comm), teacher = wrapped(kind, teaching, comm);
+      CapturedStep step(*own.wrapper, *own.optimizer, [&](const Inputs& in) {
+        return (own.forward(in[0]) - without_gradients(teacher, in[0])).square().mean();
+      });
+      const auto run = [&] { return step({rows_of(*comm, 0)}).item<float>(); };
+      while (!step.is_captured()) run();
+      teaching->train();
+      expect_contains(error_of<std::logic_error>(run), "was put into training mode since the capture");
+      teaching->eval();
+      run();
+      const auto refuse_other_memory = [&](at::Tensor tensor) {
+        const at::Tensor before = tensor.detach();
+        tensor.set_data(before.clone());
+        expect_contains(error_of<std::logic_error>(run),
+                        "a tensor of the optimizer or of another wrapper was given other");
+        tensor.set_data(before);
+        run();
+      };
+      refuse_other_memory(teaching->named_buffers()["1.running_mean"]);
+      // FSDP copies the new values of a parameter to its shards, and replays read the shards.
+      if (kind == kSdp || kind == kDdp) refuse_other_memory(teaching->parameters()[0]);
+    });
+  }
+}
+
 // One optimizer trains the models of two wrappers.
 TEST(CapturedLoops, OneLossOfTwoWrappersAndOneOptimizer) {
   expect_equal_bits(

@@ -20,10 +20,13 @@ namespace {
 
 using Events = std::vector<std::string>;
 
+const torch::nn::Module no_module;
+
 // Records the calls of a backward pass.
 class Recorded : public BackwardPass {
  public:
-  explicit Recorded(std::shared_ptr<Events> recorded) : BackwardPass(at::kCPU), recorded_(std::move(recorded)) {}
+  explicit Recorded(std::shared_ptr<Events> recorded)
+      : BackwardPass(at::kCPU, no_module), recorded_(std::move(recorded)) {}
   void set_divisor(double) override {}
   std::optional<double> divisor() const override { return {}; }
   void prepare_capture() override {}
@@ -45,7 +48,7 @@ class Recorded : public BackwardPass {
   }
   void fail() override { note_quietly("fail"); }
   std::string name() const override { return "Recorded"; }
-  void abandon() override { note_quietly("abandon"); }
+  void abandon(bool) override { note_quietly("abandon"); }
   void after_failure() override { note("after failure"); }
 
  private:

@@ -80,7 +80,6 @@ class ReplicatedModule : public DataParallel {
 
  private:
   BackwardPass& backward_pass() const override;
-  const torch::nn::Module& wrapped_module() const override { return *module_; }
   ScopeExit begin_forward();  // the scope must live until forward ends
   void end_forward(const std::vector<at::Tensor>& outputs);
   void broadcast_buffers();

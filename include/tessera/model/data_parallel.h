@@ -101,7 +101,6 @@ class DataParallel : public ModelShards {
  private:
   friend class CapturedStep;
   virtual internal::BackwardPass& backward_pass() const = 0;
-  virtual const torch::nn::Module& wrapped_module() const = 0;
 };
 
 // A training step that the device replays as one CUDA graph, with one launch by the host. The graph contains forward,
@@ -124,9 +123,10 @@ class CapturedStep {
   // Called in eager steps and once in the capture. Replays repeat only the operators that Body calls, not its other
   // work on the host.
   using Body = std::function<at::Tensor(const std::vector<at::Tensor>& inputs)>;
-  // `wrapper` and `optimizer` must outlive this object. `max_norm`: upper limit of the gradients' norm; empty: no
-  // clipping. `eager_steps`: number of steps before the capture, 2 or more. Throws std::invalid_argument on CPUs and in
-  // builds without TESSERA_CUDA. Also throws it, naming the option, if the wrapper or its group cannot be captured.
+  // `wrapper` and `optimizer` must outlive this object. `max_norm`: upper limit of the norm of the wrapper's gradients;
+  // empty: no clipping. Gradients of other wrappers are not clipped. `eager_steps`: number of steps before the capture,
+  // 2 or more. Throws std::invalid_argument on CPUs and in builds without TESSERA_CUDA, and if the wrapper or its group
+  // cannot be captured. The error names the option.
   CapturedStep(DataParallel& wrapper, torch::optim::Optimizer& optimizer, Body body,
                std::optional<double> max_norm = {}, int eager_steps = 3);
   ~CapturedStep();

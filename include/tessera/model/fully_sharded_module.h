@@ -91,7 +91,6 @@ class FullyShardedModule : public DataParallel, public internal::GradientSource 
 
  private:
   internal::BackwardPass& backward_pass() const override;
-  const torch::nn::Module& wrapped_module() const override;
 
   std::shared_ptr<internal::Scheduler> scheduler_;
 };
