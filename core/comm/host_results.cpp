@@ -11,7 +11,7 @@ namespace tessera {
 using namespace internal;
 
 at::Tensor reduce_to_host(Communicator& comm, const at::Tensor& own, ReduceOp op, std::string_view what) {
-  const at::Tensor travels = own.to(comm.device()).contiguous();
+  const at::Tensor travels = own.defined() ? own.to(comm.device()).contiguous() : own;
   comm.all_reduce(travels, op, what).wait();
   return comm.to_host(travels, what);
 }
@@ -19,8 +19,8 @@ at::Tensor reduce_to_host(Communicator& comm, const at::Tensor& own, ReduceOp op
 at::Tensor gather_to_host(Communicator& comm, const at::Tensor& own, std::string_view what) {
   std::vector<int64_t> sizes = own.sizes().vec();
   sizes.insert(sizes.begin(), comm.size());
-  const at::Tensor travels = own.to(comm.device()).contiguous();
-  const at::Tensor all = at::empty(sizes, travels.options());
+  const at::Tensor travels = own.defined() ? own.to(comm.device()).contiguous() : own;
+  const at::Tensor all = own.defined() ? at::empty(sizes, travels.options()) : own;
   comm.all_gather(all, travels, {}, what).wait();
   return comm.to_host(all, what);
 }

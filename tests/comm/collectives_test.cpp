@@ -595,6 +595,16 @@ TEST(HostResults, TensorsMayHaveAnyStrides) {
   });
 }
 
+TEST(HostResults, AnUndefinedTensorIsAnInvalidArgument) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    const auto gather = [&] { (void)gather_to_host(*comm, {}, "losses"); };
+    const auto reduce = [&] { (void)reduce_to_host(*comm, {}, ReduceOp::kSum, "losses"); };
+    expect_contains(error_of<std::invalid_argument>(gather), "all-gather of losses");
+    expect_contains(error_of<std::invalid_argument>(reduce), "all-reduce of losses");
+    EXPECT_EQ(reduce_to_host(*comm, torch::ones({1}), ReduceOp::kSum, "losses").item<float>(), 2);
+  });
+}
+
 // c10d records each group's first collective in a map of the process, without a lock.
 TEST(BackendAllReduce, RanksOfOneProcessMayStartTheirFirstAtOnce) {
   constexpr int kWorld = 4;
