@@ -33,7 +33,7 @@ struct Collective {
     return (all_to_all.sent.defined() ? all_to_all.sent : full.defined() ? full : shard).scalar_type();
   }
   std::string description() const;  // for example "all-gather of unit 'blocks.3'"
-  std::string root_text() const;    // " from rank 1" or " to rank 1"; "" for a kind without a root
+  std::string details() const;      // for example " (8 elements)", or " to rank 1 (8 elements of Long, maxima)"
 };
 
 }  // namespace tessera::internal

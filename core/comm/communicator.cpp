@@ -193,9 +193,14 @@ std::string Collective::description() const {
   return what.empty() ? kTraits[kind].name : std::string(kTraits[kind].name) + " of " + what;
 }
 
-std::string Collective::root_text() const {
-  if (kind != kReduce && kind != kBroadcast && kind != kScatter) return "";
-  return (kind == kReduce ? " to rank " : " from rank ") + std::to_string(root);
+std::string Collective::details() const {
+  static constexpr const char* kResults[] = {"", ", averages", ", maxima", ", minima"};  // indexed by ReduceOp
+  std::string text;
+  if (kind == kReduce || kind == kBroadcast || kind == kScatter)
+    text = (kind == kReduce ? " to rank " : " from rank ") + std::to_string(root);
+  text += " (" + std::to_string(numel) + " elements";
+  if (dtype() != at::kFloat) text.append(" of ").append(c10::toString(dtype()));
+  return text + kResults[static_cast<size_t>(op)] + ")";
 }
 
 at::Tensor Communicator::buffer(int64_t numel, at::ScalarType dtype) {
@@ -227,10 +232,8 @@ Pending Communicator::begin(Collective collective) {
   const at::Tensor &full = collective.full, &shard = collective.shard;
   if (collective.kind == Collective::kAllToAll) {
     copy_bytes(collective.all_to_all.received, collective.all_to_all.sent);
-  } else if (collective.kind == Collective::kAllGather) {
-    copy_bytes(full, shard);
   } else if (shard.defined()) {
-    copy_bytes(shard, full);
+    collective.kind == Collective::kAllGather ? copy_bytes(full, shard) : copy_bytes(shard, full);
   }
   return {};
 }

@@ -563,15 +563,23 @@ TEST(CollectivesErrors, RanksThatDivergeAreToldHowLongBeforeTheTimeout) {
   }
 }
 
-// Each rank takes itself for the root, so that all ranks send, or all wait.
-TEST(CollectivesErrors, RanksWithDifferentRootsAreToldLongBeforeTheTimeout) {
+// The number of elements is equal on the ranks, but the root, the dtype or the kind of reduction differs.
+TEST(CollectivesErrors, RanksWithDifferentArgumentsAreToldLongBeforeTheTimeout) {
   using Start = std::function<Pending(Communicator & comm, at::Tensor value)>;
   const std::pair<Start, const char*> operations[] = {
       {[](auto& comm, auto value) { return comm.broadcast(value, comm.rank(), "x"); }, "broadcast of x from rank 1"},
       {[](auto& comm, auto value) { return comm.reduce(value, comm.rank(), ReduceOp::kSum, "x"); },
        "reduce of x to rank 1"},
       {[](auto& comm, auto value) { return comm.scatter(value, torch::zeros({2 << 20}), comm.rank(), {}, "x"); },
-       "scatter of x from rank 1"}};
+       "scatter of x from rank 1"},
+      {[](auto& comm, auto value) {
+         return comm.all_reduce(comm.rank() == 1 ? value.to(at::kInt) : value, ReduceOp::kSum, "x");
+       },
+       "all-reduce of x (1048576 elements of Int)"},
+      {[](auto& comm, auto value) {
+         return comm.all_reduce(value, comm.rank() == 1 ? ReduceOp::kMax : ReduceOp::kSum, "x");
+       },
+       "all-reduce of x (1048576 elements, maxima)"}};
   for (const InitOptions& options : transports()) {
     for (const auto& [start, expected] : operations) {
       const auto began = std::chrono::steady_clock::now();

@@ -216,8 +216,7 @@ void GlooCommunicator::make_connections(const GlooOperation& op) {
 }
 
 Pending GlooCommunicator::start(Collective collective) {
-  std::string description = collective.description() + collective.root_text();
-  description += " (" + std::to_string(collective.numel) + " elements)";
+  std::string description = collective.description() + collective.details();
   if (!label().empty()) description += " in the group of " + label();
   const InCall call(*this, description);
   auto op = std::make_unique<GlooOperation>(shared_from_this(), std::move(description));

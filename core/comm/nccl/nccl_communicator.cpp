@@ -247,9 +247,8 @@ Pending NcclCommunicator::start(Collective collective) {
   make_sendable(collective);
   // If ranks have different options, their descriptions differ, and the watchdog reports the difference.
   const bool in_rank_order = options_.rank_order_sums && RankOrderReduction::applies_to(collective);
-  const std::string description =
-      c10::str(collective.description(), in_rank_order ? " in rank order" : "", collective.root_text(), " (",
-               collective.numel, " elements)", label().empty() ? "" : " in the group of ", label());
+  const std::string description = c10::str(collective.description(), in_rank_order ? " in rank order" : "",
+                                           collective.details(), label().empty() ? "" : " in the group of ", label());
   const SingleThreadChecker::Call call(single_thread_checker());
   if (!call.is_alone()) refuse_second_thread(*this, description);
   require_whole(description);
@@ -268,8 +267,7 @@ Pending NcclCommunicator::start(Collective collective) {
   count_sent(bytes_sent(collective, rank(), size()));
   if (CapturedWork* const recorded = CapturedWork::recording_on(device())) {
     // Events of recorded work cannot be queried, so the queue tracks the end of each replay instead.
-    recorded->add_collective(
-        c10::str(collective.description(), collective.root_text(), " (", collective.numel, " elements)"));
+    recorded->add_collective(collective.description() + collective.details());
   } else {
     watch_.started(sequence_++, description);
     queue_.push(backends_->without_tensors(work), description);
