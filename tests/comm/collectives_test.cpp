@@ -640,8 +640,9 @@ TEST(BackendAllReduce, ARankThatFailsBeforeItsFirstEndsTheOthersByName) {
   });
   EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(60)) << "of a timeout of 10 minutes";
   for (int rank : {0, 2})
-    expect_contains(errors[rank], "all-reduce of the size of a test, 5 elements (1 elements) failed on rank " +
-                                      std::to_string(rank) + " of 3: rank 1 failed: mine");
+    expect_contains(errors[rank],
+                    "all-reduce of the size of a test, 5 elements (1 elements of Byte, maxima) failed on rank " +
+                        std::to_string(rank) + " of 3: rank 1 failed: mine");
 }
 
 TEST(CollectivesErrors, ABrokenGroupSaysSoAtTheNextCall) {

@@ -593,7 +593,7 @@ TEST(Launchers, AForkedChildLeavesTheGroupAsItIs) {
   for (const char* peer_memory : {"0", "1"}) {
     const Processes processes = start_ranks(2, peer_memory, {"--timeout-ms", "5000", "fork", "1"});
     for (const auto& process : processes) EXPECT_EQ(process->wait(), 0) << outputs(processes);
-    EXPECT_TRUE(contains(processes[1]->output(), "child: all-reduce of sum of ranks (1 elements): process "))
+    EXPECT_TRUE(contains(processes[1]->output(), "child: all-reduce of sum of ranks (1 elements of Long): process "))
         << outputs(processes);
     EXPECT_TRUE(contains(processes[1]->output(), "the child's status is 0")) << outputs(processes);
   }

@@ -382,7 +382,7 @@ TEST(SharedRounds, OtherNumbersOfBytesAreAnErrorByName) {
       comm->all_reduce(value, ReduceOp::kSum, "unit 'a'").wait();
     });
   });
-  expect_contains(dtypes, "it has another number of bytes for it");
+  expect_contains(dtypes, "all-reduce of unit 'a' (4 elements of Double) on rank 1");
 }
 
 // Operations in flight at the end of the group have no result, and report that.
