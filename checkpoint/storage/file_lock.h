@@ -19,8 +19,8 @@ class FileLock {
   FileLock(const FileLock&) = delete;
   FileLock& operator=(const FileLock&) = delete;
 
-  // Release the held lock, if any, then try once to lock `file`. Do not block or throw. The file must be readable for a
-  // shared lock, and writable for an exclusive lock.
+  // Releases the held lock, if any, then tries once to lock `file`. Does not block or throw. The file must be readable
+  // for a shared lock, and writable for an exclusive lock.
   LockOutcome take_shared(const std::filesystem::path& file) { return take(file, false); }
   LockOutcome take_exclusive(const std::filesystem::path& file) { return take(file, true); }
   void release();

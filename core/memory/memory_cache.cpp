@@ -223,7 +223,7 @@ int64_t MemoryCache::look_at_limits() {
     left_of_half_bytes = std::min(left_of_half_bytes, left - limit.limit_bytes / 2);
   }
   std::lock_guard lock(mutex_);
-  const bool is_tight = pressure_.on_call_bytes > left_of_half_bytes;  // counts marked blocks as needed
+  const bool is_tight = pressure_.on_call_bytes > left_of_half_bytes;  // counts on-call blocks as used
   if (pressure_.is_tight.exchange(is_tight) == is_tight || !is_tight) return left_bytes;
   for (auto& [stamp, block] : idle_) {
     if (std::exchange(block.is_on_call, true)) continue;

@@ -434,8 +434,8 @@ void load_base(Gpt& model, const TrainOptions& options, tessera::Communicator& c
 }
 
 void draw_adapters(Gpt& model, const TrainOptions& options) {
-  // Alpha is twice the rank, as in QLoRA's examples. As in Python, does not quantize the head, whose rounding errors
-  // would be errors of the logits.
+  // Alpha is twice the rank, as in QLoRA's examples. Like bitsandbytes in Python, does not quantize the head, because
+  // its rounding errors would change the logits directly.
   const auto rank = static_cast<double>(options.lora_rank);
   const tessera::QuantizeOptions quantize{
       .format = format_of(options.base),
