@@ -57,13 +57,13 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   const torch::nn::Module& module() const { return module_; }
 
  protected:
-  BackwardPass(at::Device device, const torch::nn::Module& module);  // of the parameters; must outlive this object
+  BackwardPass(at::Device device, const torch::nn::Module& module);  // `module` must outlive this object
   virtual void begin() = 0;
   // Called on the engine's thread. backward() rethrows exceptions of end(). An exception other than CommError fails the
   // pass, which is abandoned at once. After a CommError the group is aborted, so no operation is left in flight.
   virtual void end() = 0;
   virtual void fail() = 0;  // called before backward() throws: must not be collective, must not throw
-  // Blocks until no operation of the failed pass is in flight. `reduced`: whether other ranks may have waited for it.
+  // Blocks until the failed pass has no operation in flight. `reduced`: whether other ranks may wait for this rank.
   virtual void abandon(bool reduced) = 0;
   // Called after end(), with `mutex_` unlocked. If this function throws, the pass fails.
   virtual void after_end() {}
@@ -94,7 +94,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   void failed();
   void count_no_sync_scope(int change);
 
-  const at::Device device_;
+  const at::Device device_;  // of the parameters
   const torch::nn::Module& module_;
   mutable SingleThreadChecker calls_;
   std::unique_ptr<SingleThreadChecker::Call> pass_call_;  // null if no pass is running

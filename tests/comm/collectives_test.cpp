@@ -563,7 +563,8 @@ TEST(CollectivesErrors, RanksThatDivergeAreToldHowLongBeforeTheTimeout) {
   }
 }
 
-// The number of elements is equal on the ranks, but the root, the dtype or the kind of reduction differs.
+// The number of elements is equal on the ranks, but the root, the dtype or the kind of reduction differs. For a root,
+// each rank takes itself, so that all ranks send, or all wait.
 TEST(CollectivesErrors, RanksWithDifferentArgumentsAreToldLongBeforeTheTimeout) {
   using Start = std::function<Pending(Communicator & comm, at::Tensor value)>;
   const std::pair<Start, const char*> operations[] = {
